@@ -24,7 +24,7 @@ VERBS = (
 BEFORE = "with curvature servers, |and |or |for a single output, "
 NEED = re.compile(
     r"^(pass|set|use|write) "
-    r"|\b(must|needs?|needed|takes?|accepts?|one of|known are|did you mean|choices are)\b"
+    r"|\b(must|needs?|needed|takes?|accepts?|one of|known (?:keys )?are|did you mean|choices are)\b"
     r"|\b(go on|continue) with\b"
     rf"|[;:,.] (?:{BEFORE})*({VERBS})\b"
 )

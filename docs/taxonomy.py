@@ -29,7 +29,7 @@ This page classifies the named strategies by two published taxonomies.
 
 ## Parallelism, optimisation, scheduling, exchange
 
-The axes of [[Langer et al. 2020](../reference/references.md)]:
+This table uses the axes of [[Langer et al. 2020](../reference/references.md)]:
 
 - All strategies are data parallel. *By layers* is the work of a step that the ranks divide by
   layers, as in model parallelism. [Split layers](split_layers.md) divide a layer itself, and can be
@@ -37,13 +37,14 @@ The axes of [[Langer et al. 2020](../reference/references.md)]:
 - *Centralised*: all ranks train one model, wherever it is stored. *Decentralised*: each rank, or
   each node, steps its own replica between exchanges.
 - *Synchronous*: all ranks meet at an exchange. *Asynchronous*: no rank waits for another.
-- *Exchange*: the collectives that send gradients or weights, without those of curvature.
+- *Exchange*: the collectives that send gradients or weights, but not those that send curvature.
 """
 MIDDLE = """
 ## Communication
 
-The axes of [[Tang et al. 2020](../reference/references.md)], and the rule that combines the
-ranks' gradients or weights. A strategy counts as compressed only if it compresses gradients:
+This table uses the axes of [[Tang et al. 2020](../reference/references.md)], and lists the rule
+that combines the gradients or weights of all ranks. A strategy counts as compressed only if it
+compresses gradients:
 """
 
 

@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# The remaining scripts source this file. `set_up EXTRA...` makes .venv, installs the project with
-# the tested versions, finds an mpirun, and sets environment variables:
+# The other scripts source this file. `set_up EXTRA...` creates .venv, installs the project with the
+# tested versions, finds an mpirun, and sets environment variables:
 #   PYTHON        the interpreter of .venv
 #   MPIRUN        the launcher: one program
 #   MPIRUN_FLAGS  options of the launcher, separated by blanks
-# A caller may set MPIRUN (and MPIRUN_FLAGS), for example MPIRUN=srun MPIRUN_FLAGS=--mpi=pmix. A
-# caller may set BIND to a command that starts each rank's interpreter, such as jobs/bind_gpu.sh.
+# A caller may set MPIRUN (and MPIRUN_FLAGS), for example MPIRUN=srun MPIRUN_FLAGS=--mpi=pmix, and
+# BIND to a command that starts each rank's interpreter, such as jobs/bind_gpu.sh.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
@@ -15,7 +15,7 @@ export PYTHON=$VENV/bin/python
 export HOME="${HOME:-$(cd ~ && pwd)}"
 
 # One thread per rank: otherwise each rank starts as many threads as the machine has cores, and the
-# threads fight for the cores.
+# threads compete for the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 set_up() {
@@ -33,9 +33,9 @@ make_venv() {
     [ -x "$VENV/bin/pip" ] && return
     local python
     python=$(find_python) || exit 2
-    echo "making $VENV with $python; the first installation takes minutes, as torch is large"
+    echo "creating $VENV with $python; the first installation takes minutes, as torch is large"
     "$python" -m venv "$VENV" ||
-        die "$python cannot make a virtual environment; install its venv module (Debian: python3-venv)"
+        die "$python cannot create a virtual environment; install its venv module (Debian: python3-venv)"
 }
 
 find_python() {
@@ -52,8 +52,8 @@ print("%d.%d" % sys.version_info[:2]); sys.exit(sys.version_info < (3, 11))' 2>/
     return 2
 }
 
-# install EXTRA...: runs pip, unless an earlier call installed the same requirements,
-# with what the programs need.
+# install EXTRA...: installs the project with what the programs need, unless an earlier call
+# installed the same requirements.
 install() {
     local extras stamp wanted
     set -- apps "$@"
@@ -103,7 +103,7 @@ use_site_mpi() {
     local prefix
     prefix=$(dirname "$(dirname "$(readlink -f "$(type -P "$MPIRUN")")")")
     # mpi4py searches .venv/lib first, and an earlier run may have put the wheel's library there.
-    # The empty entry is the system's loader with LD_LIBRARY_PATH.
+    # With the empty entry, the system's loader searches LD_LIBRARY_PATH.
     export MPI4PY_LIBMPI="${MPI4PY_LIBMPI:-$prefix/lib:$prefix/lib64::$VENV/lib}"
     use_mpirun
 }
@@ -113,9 +113,8 @@ use_wheel() {
     # Use shared memory and TCP only: the search for fast networks takes a second at each start. A
     # site's own MPI keeps the site's choice.
     export OMPI_MCA_pml="${OMPI_MCA_pml:-ob1}" OMPI_MCA_btl="${OMPI_MCA_btl:-self,sm,tcp}"
-    # Aborted jobs leave their shared memory behind. The name of the memory is a 16-bit hash. Two
-    # jobs of one user can have the same hash, and then crash. A separate directory for the script
-    # prevents the crash.
+    # Aborted jobs leave their shared memory behind, under a name that is a 16-bit hash. If two jobs
+    # of a user have the same hash, they crash. A separate directory for the script prevents this.
     if segments=$(mktemp -d /dev/shm/mpikfac.XXXXXX 2>/dev/null); then
         trap 'rm -rf "$segments"' EXIT
         export OMPI_MCA_btl_sm_backing_directory=$segments
@@ -130,16 +129,16 @@ use_mpirun() {
     [ "$(id -u)" != 0 ] || export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 }
 
-# Open MPI counts cores, and stops if the ranks are more. With --oversubscribe, waiting ranks yield
-# their core (otherwise four ranks on two cores are 500 times slower). With --oversubscribe, Open
-# MPI binds no rank, and two jobs do not share core 0. MPICH and Intel MPI need no flag.
+# Open MPI counts cores, and stops if there are more ranks. With --oversubscribe, waiting ranks yield
+# their core (otherwise, four ranks on two cores are 500 times slower), and Open MPI does not bind
+# ranks to cores, so that two jobs do not share core 0. MPICH and Intel MPI need no flag.
 default_flags() {
     case $("$MPIRUN" --version 2>&1 </dev/null) in
         *"Open MPI"*) echo --oversubscribe ;;
     esac
 }
 
-# The script looks for a printed word, because srun's exit code is 0 even if srun could not launch.
+# The script looks for a printed word, because srun returns 0 even if it could not launch.
 mpi_works() {
     LIMIT=60 mpi 2 -c 'from mpi4py import MPI
 if MPI.COMM_WORLD.Get_size() == 2: print("joined")' | grep joined >/dev/null
@@ -152,7 +151,7 @@ slurm_end() {
 }
 
 # mpi RANKS ARGUMENT...: python under MPI, for at most LIMIT seconds if LIMIT is set. With -m
-# mpi4py, a rank that raises ends the whole job; otherwise the remaining ranks would wait for ever.
+# mpi4py, a rank that raises ends the whole job; otherwise the remaining ranks would wait forever.
 mpi() {
     local ranks=$1
     shift
@@ -165,6 +164,6 @@ mpi() {
 # mpirun returns 0 for a job that has lost a host. A run that ends removes its lock.
 ended() {
     [ ! -e "$1/lock" ] && return
-    echo "$1/lock is left: the run was ended from outside, perhaps as a host was lost" >&2
+    echo "$1/lock is left: the run was ended from outside, perhaps because a host was lost" >&2
     return 1
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Emulated hosts on this machine, joined by links of a chosen rate: users can measure a program on a
-# slow network without such a network. docs/extensions/emulated_cluster.md describes the emulation.
+# Emulates hosts on this machine, joined by links of a chosen rate, so that users without a slow
+# network can measure a program on one. docs/extensions/emulated_cluster.md describes the emulation.
 #
 # The hosts live in namespaces (processes, mounts, network) of one process, the holder. Each job
 # lives in a namespace of processes inside. When the holder or the job's launcher ends, for any
@@ -20,14 +20,14 @@ END
     exit 2
 }
 
-# Outside of the namespaces, DIR holds the number of the holder and a lock. Inside, invisible from
-# outside, DIR holds
+# Outside of the namespaces, DIR contains the holder's process ID and a lock. Inside, invisible from
+# outside, DIR contains
 #   net/node1 ...  the hosts' network namespaces     hosts  the hosts' names
 #   ssh            the program that starts a command on a host
 DIR=/run/mpikfac-${MPIKFAC_CLUSTER:=cluster}
 NETWORK=10.77.0 # inside only: no conflict with addresses of this machine
 holder=
-PATH=$PATH:/usr/sbin:/sbin # of ip and tc; a user's PATH may lack both folders
+PATH=$PATH:/usr/sbin:/sbin # for ip and tc; a user's PATH may lack both folders
 TOOLS=(ip tc unshare nsenter setpriv setsid flock pgrep)
 
 main() {
@@ -45,8 +45,8 @@ main() {
 check_machine() {
     local tool
     [[ $MPIKFAC_CLUSTER =~ ^[a-z0-9_-]{1,30}$ ]] ||
-        die "MPIKFAC_CLUSTER=$MPIKFAC_CLUSTER must be a name of at most 30 of a-z, 0-9, _ and -"
-    [ "$(id -u)" = 0 ] || die "an emulated cluster takes root's rights; this is user $(id -un)"
+        die "MPIKFAC_CLUSTER=$MPIKFAC_CLUSTER must be a name of at most 30 characters: a-z, 0-9, _ and -"
+    [ "$(id -u)" = 0 ] || die "an emulated cluster needs root's rights; this is user $(id -un)"
     for tool in "${TOOLS[@]}"; do
         type -P "$tool" >/dev/null ||
             die "$tool is not installed; Debian has it in iproute2, util-linux or procps"
@@ -65,15 +65,15 @@ up() {
     check_rate "$rate"
     lock
     trap end EXIT
-    # The holder reads a line before the holder stays: if this script dies first, the holder reads
-    # the end of input and ends. The holder is a bash, because bash collects orphans. unshare, the
+    # The holder reads a line before it stays: if this script dies first, the holder reads the end
+    # of input and exits. The holder is a bash process, because bash reaps orphans. unshare, the
     # parent of the holder, keeps the lock (9).
     coproc HOLDER {
         exec setsid unshare --pid --fork --kill-child --mount-proc --propagation slave --net \
             bash -c 'exec 9<&-; echo ready; read -r && until false; do sleep 1d; done' 2>&1
     }
     read -r said <&"${HOLDER[0]}" || true
-    [ "$said" = ready ] || die "no namespaces can be made here: $said"
+    [ "$said" = ready ] || die "no namespaces can be created here: $said"
     holder=$(pgrep --parent "$HOLDER_PID")
     trap 'end; die "the cluster could not be built; see above"' EXIT
     build "$hosts"
@@ -87,11 +87,11 @@ up() {
 lock() {
     mkdir -p "$DIR"
     exec 9<"$DIR"
-    # If `down` removes the directory meanwhile, two clusters could get the same name: hence the
-    # second look.
+    # If `down` removes the directory in the meantime, two clusters could get the same name, so the
+    # directory is checked again.
     { flock --timeout 1 9 && [ "$DIR" -ef /dev/fd/9 ]; } ||
-        die "a cluster is already up (or coming, or going); another name is MPIKFAC_CLUSTER=NAME"
-    rm -f "$DIR/holder" # file of a killed cluster
+        die "a cluster is already up (or starting, or ending); use another MPIKFAC_CLUSTER=NAME"
+    rm -f "$DIR/holder" # left by a killed cluster
 }
 
 build() {
@@ -106,7 +106,7 @@ build() {
     for k in $(seq "$1"); do add_host "node$k" "$NETWORK.$k"; done
 }
 
-# add_host HOST ADDRESS: makes a host with a link "eth0"; the bridge's end of the link has the
+# add_host HOST ADDRESS: creates a host with a link "eth0"; the bridge's end of the link has the
 # host's name.
 add_host() {
     echo "$2 $1" | inside tee -a "$DIR/hosts" >/dev/null
@@ -144,7 +144,7 @@ is_up() {
 }
 
 find_cluster() {
-    is_up || die "no cluster is up; begin with: bash jobs/emulated_cluster.sh up HOSTS --rate RATE"
+    is_up || die "no cluster is up; start one: bash jobs/emulated_cluster.sh up HOSTS --rate RATE"
 }
 
 inside() { nsenter --target="$holder" --mount --net --pid "$@"; }
@@ -173,7 +173,7 @@ run() {
     [ $# -gt 0 ] || usage
     find_open_mpi >&2
     # If all hosts get the same number of ranks, N consecutive ranks go to each host, as
-    # `transport.ranks_per_node` needs. Otherwise ranks go to the hosts in turn.
+    # `transport.ranks_per_node` needs. Otherwise, ranks are assigned to hosts in round-robin order.
     ((ranks % count)) || place=ppr:$((ranks / count)):node
     # shellcheck disable=SC2054  # Open MPI's lists have commas
     local options=(
@@ -204,7 +204,7 @@ find_open_mpi() {
         use_mpirun
     fi
     [[ $("$MPIRUN" --version 2>&1) = *"(Open MPI) 5"* ]] ||
-        die "MPIRUN=$MPIRUN is not Open MPI 5, which alone can be told how to reach emulated hosts"
+        die "MPIRUN=$MPIRUN is not Open MPI 5; only Open MPI 5 can reach emulated hosts"
 }
 
 down() {

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a deep autoencoder on handwritten digits with 2 ranks, with SGD, AdamW and K-FAC, and
+# Trains a deep autoencoder on handwritten digits on 2 ranks, with SGD, AdamW and K-FAC, and
 # compares the three. Needs Linux and Python 3.11 or newer; everything else goes into .venv.
 set -euo pipefail
 # shellcheck source=jobs/common.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests of reliability with full counts, one after the other: some two hours. Each test
+# Runs the reliability tests with full counts, one after the other, in about two hours. Each test
 # leaves a log in the folder of the first argument, by default soak/. MINUTES (30) is the length of
-# the last test, which lets faults happen.
+# the last test, which injects faults.
 set -uo pipefail
 # shellcheck source=jobs/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -13,7 +13,7 @@ export MPIKFAC_SOAK=1
 summary=
 failed=0
 
-# stage NAME COMMAND...: runs the command, writes the output to the log NAME.txt, and notes the
+# stage NAME COMMAND...: runs the command, writes the output to the log NAME.txt, and records the
 # result.
 stage() {
     local name=$1 start=$SECONDS result=passed code=0 log=$LOGS/$1.txt

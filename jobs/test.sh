@@ -9,19 +9,19 @@
 #                             memory; 10 minutes
 #   bash jobs/test.sh --frameworks   installs Lightning, Accelerate and transformers, and trains
 #                             with each of them; 5 minutes
-#   bash jobs/test.sh --smpi  predicted messages against a simulation of MPI, which needs SimGrid
-#                             with SMPI (Debian: libsimgrid-dev); 3 minutes
-# Tests of one process come first, two at a time. Then tests/mpi runs at 2 and 3 ranks, and except
-# for the quick tests at 4: at 3 ranks, MPI adds numbers in a different order. CONTRIBUTING.md says
+#   bash jobs/test.sh --smpi  compares predicted messages with a simulation of MPI, which needs
+#                             SimGrid with SMPI (Debian: libsimgrid-dev); 3 minutes
+# Tests of one process come first, two at a time. Then tests/mpi runs on 2 and 3 ranks and, except
+# for the quick tests, on 4: on 3 ranks, MPI adds numbers in a different order. CONTRIBUTING.md says
 # which tests each of the lanes has. Two cores are enough: common.sh allows more ranks than cores and
 # gives each rank one thread.
 # With MPIKFAC_COVERAGE=1, tests/unit and tests/mpi also count lines of the library; `coverage combine
 # --append` and `coverage report` then print them.
-# Limits of time are for hangs alone. Before each stage, a start of two ranks is timed, and all
-# limits of the stage grow with MPIKFAC_TEST_PACE: a machine that is ten times slower passes.
+# Time limits only catch hangs. Before each stage, a start of two ranks is timed, and all limits of
+# the stage grow with MPIKFAC_TEST_PACE, so that a machine that is ten times slower passes.
 set -uo pipefail
-HOUR=3600 # seconds of a stage at pace 1; on two idle cores no stage takes half of them
-IDLE=3000 # milliseconds of the timed start on an idle machine, at most
+HOUR=3600 # limit of a stage at pace 1 in seconds; on two idle cores, no stage takes half an hour
+IDLE=3000 # the timed start takes at most so many milliseconds on an idle machine
 extras=(test) counted=() measured=()
 case ${1-} in
     "") chosen=(-m "not slow and not gate") ;;
@@ -60,13 +60,13 @@ for _ in range(1000): mpikfac.world().Barrier()' ||
     LIMIT=$((HOUR * MPIKFAC_TEST_PACE))
 }
 
-# stage NAME COMMAND...: runs the command and notes the result.
+# stage NAME COMMAND...: runs the command and records the result.
 stage() {
     local name=$1 start=$SECONDS result=passed code=0
     shift
     time_a_start
     echo
-    echo "== $name, with limits of pace $MPIKFAC_TEST_PACE"
+    echo "== $name, with time limits for pace $MPIKFAC_TEST_PACE"
     "$@" || code=$?
     case $code in
         0) ;;
@@ -77,16 +77,16 @@ stage() {
 }
 
 # shellcheck disable=SC2329  # `stage` calls the function
-# one_process OPTION...: runs pytest. INT lets pytest print the failures until the end; without
-# the limit, xdist may wait for ever for a worker that died.
+# one_process OPTION...: runs pytest. INT lets pytest print the failures so far; without the limit,
+# xdist may wait forever for a worker that died.
 one_process() {
     timeout --signal=INT --kill-after=30 "$LIMIT" \
         "$PYTHON" -m pytest -q -rs --durations=8 --durations-min=4 "$@" </dev/null
 }
 
-# on_device LANE...: runs the tests on the emulated device. A lane is a number of ranks, and
-# "staged", if buffers on the device go to MPI through the host, or "direct": the emulated device
-# lets MPI see the content, as a CUDA-aware MPI does.
+# on_device LANE...: runs the tests on the emulated device. A lane is a number of ranks, and either
+# "staged", if buffers on the device are copied to the host for MPI, or "direct", if MPI accesses
+# them on the device, as a CUDA-aware MPI does.
 on_device() {
     local lane direct
     "$PYTHON" tests/emulated/build.py || exit 2
@@ -99,7 +99,7 @@ on_device() {
     done
 }
 
-# at_sizes RANKS...: trains with named strategies at numbers of ranks that divide nothing.
+# at_sizes RANKS...: trains with named strategies on numbers of ranks that divide nothing evenly.
 at_sizes() {
     local ranks by_name=(
         tests/mpi/test_odd_sizes.py tests/mpi/test_exchange.py
@@ -110,7 +110,7 @@ at_sizes() {
     done
 }
 
-# Print the summary, and end with its code.
+# Print the summary, and exit with its code.
 finish() {
     echo
     echo "$summary"

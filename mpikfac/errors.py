@@ -1,4 +1,4 @@
-"""The exception for user errors, and ending a job in which a rank fails."""
+"""Define the exception for user errors, and end a job in which a rank fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE = 2.0
 
 
 class UserError(Exception):
-    """Report a mistake that the user can correct; the message has the wrong value and valid ones.
+    """Report a mistake that the user can correct; the message states wrong and valid values.
 
     Every rank raises the same text; one rank prints it, and all ranks exit. The text is a single
     printable line, even if part of it comes from a file.
@@ -31,7 +31,7 @@ class UserError(Exception):
 class RanksDifferError(UserError):
     """Report that values that must be equal on all ranks differ.
 
-    Retrying does not help: the ranks stay different until one copies from another.
+    Retrying does not help, because the ranks differ until one copies the values of another.
     """
 
 
@@ -56,7 +56,7 @@ def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Itera
     A `UserError` (known to all ranks) is printed once as `mpikfac: ...`, and every rank exits with
     code 2. After any other exception the failing rank prints the traceback and a one-line summary,
     and aborts the job with code 1. `SystemExit` counts as a failure as well, because the other
-    ranks would wait. In a job of a single rank a `KeyboardInterrupt` is re-raised.
+    ranks would wait forever. In a single-rank job, a `KeyboardInterrupt` is re-raised.
 
     Args:
         where: returns what the rank is doing, such as "step 12"; called after a failure.
@@ -71,7 +71,7 @@ def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Itera
         # The first rank to exit can end the others, so every rank waits until rank 0 has printed.
         if not _all_arrived(comm):
             if comm.rank != 0:
-                print(f"mpikfac: rank {comm.rank} alone: {error}", file=sys.stderr, flush=True)
+                print(f"mpikfac: only on rank {comm.rank}: {error}", file=sys.stderr, flush=True)
             comm.Abort(USAGE_ERROR)
         raise SystemExit(USAGE_ERROR) from None
     except BaseException as error:
@@ -83,8 +83,8 @@ def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Itera
         (summary,) = traceback.format_exception_only(error)[-1:]
         trace = printable_lines(traceback.format_exc())
         report = f"{trace}mpikfac: {place}: {printable(' '.join(summary.split()))}\n"
-        # A single write, including the end of the line, because the launcher inserts notes between
-        # writes.
+        # A single write, including the newline, because the launcher can insert its own output
+        # between writes.
         print(report, end="", file=sys.stderr, flush=True)
         comm.Abort(CRASH)
         raise SystemExit(CRASH) from None  # some MPIs end the process only here
@@ -99,7 +99,7 @@ def _all_arrived(comm: _Ranks) -> bool:
 def looks(seconds: float, interval: float = 0.01) -> Iterator[None]:
     """Yield at intervals, until this process has been running for `seconds`.
 
-    The intervals are counted, because a clock would continue while the job is suspended.
+    The intervals are counted, because a clock would keep running while the job is suspended.
     """
     for _ in range(round(seconds / interval)):
         yield

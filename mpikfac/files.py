@@ -36,7 +36,7 @@ BEGIN = {"empty": 0, "new": os.O_EXCL, "end": os.O_APPEND}
 
 
 class Refused(OSError):
-    """Report a file that is not opened; `strerror` is the reason, and `filename` the path."""
+    """Report that a file is not opened; `strerror` is the reason, and `filename` the path."""
 
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(errno.EINVAL, reason, str(path))
@@ -86,7 +86,7 @@ def writing(
 
 
 def anchored(path: Path) -> Path:
-    """Return a path to the same name in the same folder, even after the folder is moved.
+    """Return a path to the same file name that stays valid if its folder is moved.
 
     The folder stays open until the process ends.
     """
@@ -133,13 +133,13 @@ def read_json(path: str | Path, limit: int = LIMIT, links: bool = False) -> Any:
     Raises:
         Refused: the path is not a regular file, or the file is too large.
         OSError: the file cannot be read.
-        ValueError: the file is not JSON, or too deep; the message lacks the path.
+        ValueError: the file is not JSON, or too deep; the message does not contain the path.
     """
     return json_of(read_bytes(path, limit, links))
 
 
 def read_form(path: str | Path, form: Any, limit: int = LIMIT) -> Any:
-    """Return the content of a JSON file that has a form; see `has_form`.
+    """Return the content of a JSON file, which must have the given form; see `has_form`.
 
     Raises:
         OSError: the file cannot be read.
@@ -150,12 +150,12 @@ def read_form(path: str | Path, form: Any, limit: int = LIMIT) -> Any:
     except ValueError as error:
         raise ValueError(f"{path} is damaged; delete the file: {error}") from error
     if not has_form(content, form):
-        raise ValueError(f"{path} is damaged; delete the file: it has a different form")
+        raise ValueError(f"{path} is damaged; delete the file: it has an unexpected form")
     return content
 
 
 def has_form(content: Any, form: Any) -> bool:
-    """Return whether the content of a JSON file has a form.
+    """Return whether the content of a JSON file has the given form.
 
     Args:
         form: `str`, `int` or `object`; `float` for any number that is not huge; `[form]` for a
@@ -199,7 +199,7 @@ def json_of(text: bytes | str) -> Any:
 
 
 def write_bytes(path: str | Path, content: bytes | memoryview, *, named: bool = False) -> None:
-    """Replace the content of a file (see `writing`); after a failure, it can be incomplete.
+    """Replace the content of a file (see `writing`); after a failure, it may be incomplete.
 
     Raises:
         OSError: the file cannot be written.
@@ -233,7 +233,7 @@ def write_text(path: str | Path, text: str, *, named: bool = False) -> None:
 
 
 def why(error: OSError) -> str:
-    """Return the reason of an error of the file system, without number and path."""
+    """Return the reason for a file-system error, without its number and path."""
     return error.strerror or str(error)
 
 
@@ -243,7 +243,7 @@ def one_line(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return the text with codes such as `\n` and `\x1b` for all unprintable characters.
+    r"""Return the text with unprintable characters replaced by escapes such as `\n` and `\x1b`.
 
     Text from a file could otherwise move the cursor, hide a line, or look like a second message.
     """

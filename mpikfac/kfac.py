@@ -50,7 +50,7 @@ log = logging.getLogger("mpikfac")
 
 
 class KFAC(Trainer):
-    """Precondition the steps of a torch optimizer by distributed K-FAC.
+    """Precondition the steps of a torch optimizer with distributed K-FAC.
 
     Statistics, factors and directions have the model's dtype, or float32 for a model in bfloat16.
 
@@ -59,18 +59,18 @@ class KFAC(Trainer):
     Args:
         model: the model; the log lists the parameters that K-FAC does not cover.
         optimizer: any torch optimizer over the model's parameters whose `step` needs no closure.
-        comm: the communicator of the ranks, or the `SplitComm` of `split_comm`, with curvature
-            servers; all ranks of the job if None.
-        strategy: who computes and sends what: a `Strategy`, or a name listed by `mpikfac
+        comm: the communicator of the ranks or, with curvature servers, the `SplitComm` that
+            `split_comm` returns; all ranks of the job if None.
+        strategy: which ranks compute and send what: a `Strategy`, or a name listed by `mpikfac
             strategies`. A name also sets the preconditioner and the intervals that belong to it,
             unless you pass others. None: every rank preconditions every layer (COMM-OPT).
         damping: a number, a schedule (a function of the step), a `Damping`, or a
             `LevenbergMarquardt`, which `update_damping` adapts. None: `Damping()`, or 0.003 for the
             preconditioner "eva".
-        factor_update_steps: steps between two updates of the factors, or a schedule. None: 10, and
-            fewer in the first 160 steps (`schedule.growing`).
+        factor_update_steps: steps between two updates of the factors, or a schedule. None: 10, but
+            fewer during the first 160 steps (`schedule.growing`).
         inv_update_steps: steps between two decompositions, or a schedule; a multiple of `stagger`.
-            None: 50, and fewer in the first 160 steps.
+            None: 50, but fewer during the first 160 steps.
         preconditioner: a `Preconditioner` with settings, such as `Eigen(dtype=torch.bfloat16)` or
             your own class, or the name of one, with its defaults. None: "inverse".
 
@@ -80,35 +80,36 @@ class KFAC(Trainer):
             - "eigen": eigenbases, with the damping added to the products of eigenvalues.
             - "ekfac": the same, with eigenvalues estimated from the gradients of examples [George
               et al. 2018].
-            - "eva": mean vectors, whose squares stand for A and G; a different estimator [Zhang et
-              al. 2023, Eva]. The paper uses `inv_update_steps=1`.
-            - "newton-muon": only A, for orthogonal directions [Newton-Muon].
+            - "eva": mean vectors, whose outer products replace A and G [Zhang et al. 2023, Eva].
+              The paper uses `inv_update_steps=1`.
+            - "newton-muon": A only; directions are orthogonalised [Newton-Muon].
             - "shampoo": inverse roots of factors of the averaged gradient [Gupta et al. 2018].
             - "kl-shampoo": the same, with factors whitened by each other [Lin et al. 2025].
             - "soap": Adam in the eigenbases of Shampoo's factors [SOAP].
-            - "muon": the averaged gradient, without factors, for orthogonal directions [Muon].
+            - "muon": no factors; the averaged gradient is orthogonalised [Muon].
             - "normuon": the same, with rows of about equal length [NorMuon].
         grafting: determines the length of each layer's direction: `NoGrafting`, `SGDGrafting`,
             `AdamGrafting`, or `mpikfac.lab.QuadraticModel`. None: the preconditioner's default,
-            which is `AdamGrafting()` for most; `NoGrafting()` if there is a clip.
+            which is `AdamGrafting()` for most, or `NoGrafting()` if a clip is set.
         clip: a bound on the directions of all layers together: `KLClip`, `FisherClip`, `NormClip`,
             or None.
         estimator: how factors are estimated.
         coverage: the layers to cover, and the form of their factors.
-        budget: the maximum average number of operations of statistics and decompositions, relative
-            to those of the forward and backward passes; the limit is 1 in the first 160 steps. To
-            meet it, the first batch with statistics lengthens intervals and cuts factors into
-            blocks with at most half as many rows as the batch has vectors, or 128. With None, or if
-            you set any interval or covering rule, intervals and factors stay unchanged.
+        budget: the maximum number of operations of statistics and decompositions, averaged over
+            steps, relative to those of the forward and backward passes; 1 during the first 160
+            steps. To stay within it, intervals are lengthened after the first batch with
+            statistics, and factors are cut into blocks of at most 128 rows, or half as many rows as
+            the batch has vectors, whichever is more. If it is None, or if you set an interval or a
+            covering rule, intervals and factors stay unchanged.
         matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands. "float32": not at all; on a GPU, torch's settings apply. "tf32":
             to 10 bits of mantissa. "bfloat16": to 7 bits. Results are accumulated in float32, and
             models in float64 are never rounded. Only the tensor cores of NVIDIA GPUs compute this
             faster; other devices round without saving time. None: "tf32" on an NVIDIA GPU without
-            staleness, else "float32".
+            staleness, otherwise "float32".
         cuda_graph: record the computation of directions as a CUDA graph, and replay it with a
-            single call in steps whose settings have not changed. Requires an NVIDIA GPU; not tested
-            on one yet.
+            single call in steps whose settings have not changed. Requires an NVIDIA GPU, but has
+            not been tested on one yet.
         trace: times the stages; a new trace if None.
 
     Raises:
@@ -121,7 +122,7 @@ class KFAC(Trainer):
         votes: `[16]`, in the dtype of the statistics. Values that a rank writes before a step are
             sent with the gradients; after the step, all ranks find the means over ranks there. The
             last eight are reserved for K-FAC.
-        nonfinite: counts of values that were not finite.
+        nonfinite: counts of non-finite values.
         is_consistent: whether the rank's state is exactly the state after `steps` steps, without
             anything from a later step.
         trace: seconds and bytes of every stage.
@@ -222,31 +223,31 @@ class KFAC(Trainer):
 
     @property
     def kl_scale(self) -> Tensor:
-        """The multiplier of the last step, `[1]`, on the model's device."""
+        """The multiplier of the last step's directions, `[1]`, on the model's device."""
         return self.preconditioner.directions.scale
 
     @without_autocast
     def record(
         self, outputs: Tensor | Sequence[Tensor], loss: Loss | Sequence[Loss] = "cross-entropy"
     ) -> None:
-        """Record a batch's statistics at labels sampled from the model, if `fisher_type` needs it.
+        """Record a batch's statistics for labels sampled from the model, if `fisher_type` needs it.
 
             outputs = model(images)
             kfac.record(outputs)
             torch.nn.functional.cross_entropy(outputs, labels).backward()
             kfac.step()
 
-        Runs one backward pass per sampled label, or per output. The gradients of parameters do not
-        change. Does nothing if `fisher_type` is "empirical" or "forward-only", and in steps without
-        new factors.
+        Runs one backward pass per sampled label or, with fisher_type="type-2", per output. The
+        gradients of parameters do not change. Does nothing if `fisher_type` is "empirical" or
+        "forward-only", and in steps without new factors.
 
         Collective over: world with `overlap`, like the backward pass itself; else none.
 
         Args:
             outputs: the model's outputs, `[batch, outputs]` or `[batch, outputs, *positions]`; or
-                one row per term of the loss, `[rows, outputs]`, such as the words that a mask
-                keeps. For
-                several heads, a list of outputs: the loss is the sum of the heads' losses.
+                one row per term of the loss, `[rows, outputs]`, such as the tokens that a mask
+                keeps. For several heads, a list of outputs: the loss is the sum of the heads'
+                losses.
             loss: "cross-entropy", "squared-error" or "logistic", averaged over the batch and the
                 other dimensions as torch does: `F.cross_entropy`, `F.mse_loss`,
                 `F.binary_cross_entropy_with_logits`. For several heads, optionally a list.
@@ -273,18 +274,18 @@ class KFAC(Trainer):
 
     @without_autocast
     def precondition(self, scaler: Scaler | None = None) -> None:
-        """Precondition covered layers' gradients, which the caller averages before and steps after.
+        """Precondition covered layers' gradients; the caller averages them before and steps after.
 
-        The caller also averages and steps uncovered parameters and buffers. If Adam sets the
-        lengths, as by default, the gradients of uncovered parameters become Adam's steps.
+        The caller also averages buffers, and averages and steps uncovered parameters. With
+        `AdamGrafting`, the default, Adam's steps replace the gradients of uncovered parameters.
 
         Collective over: world.
 
         Args:
-            scaler: the `torch.amp.GradScaler` whose `scale(loss)` was the loss, after `unscale_` of
-                the averaged gradients; the statistics are unscaled as well. If gradients are not
-                finite, which must be the case on all ranks, they stay unchanged: the scaler's
-                `step` skips them, and the batch is ignored.
+            scaler: the `torch.amp.GradScaler` that scaled the loss and whose `unscale_` has already
+                unscaled the averaged gradients; this method unscales the statistics. If gradients
+                are not finite, which must then be so on all ranks, they stay unchanged: the
+                scaler's `step` skips them, and the batch is ignored.
 
         Raises:
             ValueError: the set of trained parameters has changed, or the strategy has
@@ -305,7 +306,7 @@ class KFAC(Trainer):
             )
         gradients.read()
         if scaler is not None and scaler.is_enabled():
-            if not gradients.finite:  # nor has it on any other rank
+            if not gradients.finite:  # the same on all ranks
                 self._skip()
                 return
             method.unscale(scaler)
@@ -319,7 +320,7 @@ class KFAC(Trainer):
         self._take_up_cuts()
 
     def _check_preconditions(self) -> None:
-        """Check that the caller averages and steps the gradients.
+        """Check that the caller can average and step the gradients.
 
         Raises:
             ValueError: the strategy or the grafting does this itself.
@@ -350,7 +351,7 @@ class KFAC(Trainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; see `FirstOrderTrainer.load_state_dict`.
 
-        Factors are cut into the blocks that the state has.
+        Factors are cut into the same blocks as in the state.
 
         Collective over: world.
         """
@@ -434,12 +435,12 @@ class KFAC(Trainer):
 
     @contextmanager
     def no_recording(self) -> Iterator[None]:
-        """Do not record forward and backward passes inside, which do not belong to the batch.
+        """Exclude forward and backward passes inside the context from the batch's statistics.
 
             with kfac.no_recording():
                 attack = fast_gradient_sign(model, images, labels)  # or the first pass of SAM
 
-        The program removes the gradients of such passes by `zero_grad`. Even outside of
+        Remove the gradients of such passes with `zero_grad`. Even outside of
         `no_recording`, a backward pass is not counted if its gradients are removed before the next
         one.
 

@@ -41,9 +41,10 @@ class Optimizer(torch.optim.Optimizer):
         kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.003), comm)
         optimizer = mpikfac.Optimizer(kfac)
 
-    Learning-rate schedulers, Lightning, Accelerate and the Trainer of transformers accept it in
-    place of a torch optimizer. Parameter groups and state are those of the trainer's optimizer.
-    `step` averages the gradients, so `DistributedDataParallel` is unnecessary, but harmless.
+    Learning-rate schedulers, Lightning, Accelerate and the Trainer of Hugging Face transformers
+    accept it in place of a torch optimizer. Its parameter groups and state are those of the
+    trainer's optimizer. `step` averages the gradients, so `DistributedDataParallel` is unnecessary,
+    but harmless.
 
     Collective over: world.
 
@@ -78,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(fields)  # __init__ would create new parameter groups and a new state
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise TypeError: a copy would not observe a model, and a file would lack the state."""
+        """Raise TypeError: a copy would not observe the model, and a file would lack the state."""
         raise TypeError(
             f"{type(self).__name__} must not be copied or pickled: the copy would lack K-FAC's "
             f"state; use state_dict()"
@@ -141,7 +142,7 @@ class Optimizer(torch.optim.Optimizer):
         if scale is None:
             raise ValueError(
                 "scaler.unscale_(optimizer) unscales the gradients, but not "
-                "K-FAC's statistics; leave it out, and clip by max_norm"
+                "K-FAC's statistics; leave it out, and clip with max_norm"
             )
         return PassedScale(float(scale))
 
@@ -149,16 +150,16 @@ class Optimizer(torch.optim.Optimizer):
         """Return the rank's part of the trainer's state, without the model.
 
         Items are named as in `KFAC.state_dict`: hyperparameters and state of the optimizer,
-        factors, decompositions, the number of steps. In addition, `"param_groups"` has the form of
-        torch's optimizers, for frameworks that read it. To change a hyperparameter, set it in
-        `optimizer.param_groups` after loading.
+        factors, decompositions, the number of steps. In addition, `"param_groups"` has the same
+        form as in torch's optimizers, for frameworks that read it. To change a hyperparameter, set
+        it in `optimizer.param_groups` after loading.
 
         With COMM-OPT, the default strategy, each rank's state is complete, so rank 0's can be
         loaded by all ranks, and by any number of ranks. The exceptions are preconditioners whose
         factors come from the averaged gradient, such as "shampoo" and "soap", and
         `Refresh(staleness=1)`: there, each rank stores only the factors that it decomposes, or the
         pending decompositions that it has computed, and must load its own state; rank 0's is
-        refused.
+        rejected.
 
         Collective over: see `KFAC.state_dict`.
         """
@@ -195,7 +196,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def _check_groups(groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
-    """Check that the parameter groups of a state repeat its hyperparameters.
+    """Check that the parameter groups of a state agree with its hyperparameters.
 
     Raises:
         ValueError: a hyperparameter was changed in one of them.
@@ -204,13 +205,13 @@ def _check_groups(groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any])
         stored = state.get(OF_GROUPS + name, value)
         if stored != value:
             raise ValueError(
-                f"the state has {value!r} in param_groups, and {OF_GROUPS}{name}={stored!r}; load "
+                f"the state has {value!r} in param_groups, but {OF_GROUPS}{name}={stored!r}; load "
                 f"the state as it was saved, and set optimizer.param_groups afterwards"
             )
 
 
 def _numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups as torch's `state_dict` does, with numbers in place of parameters."""
+    """Return parameter groups as torch's `state_dict` does, with indices in place of parameters."""
     number = itertools.count()
     return [
         {key: copy.deepcopy(plain(value)) for key, value in group.items() if key != "params"}
@@ -230,8 +231,8 @@ class KFACOptimizer(Optimizer):
 
     By default, momentum is applied before gradients are preconditioned, directions are made
     orthogonal, and each step is as long as Adam's, bounded relative to the norm of the
-    weights: see `AdamGrafting`. `trainer` is the `KFAC`; if the ranks' shards differ in size, call
-    `optimizer.trainer.step(examples=n)`.
+    weights: see `AdamGrafting`. The attribute `trainer` is the `KFAC`; if the ranks' shards have
+    different sizes, call `optimizer.trainer.step(examples=n)`.
 
     Collective over: comm. All ranks get rank 0's model, and its layers get forward hooks.
 
@@ -240,9 +241,9 @@ class KFACOptimizer(Optimizer):
         lr: the learning rate; a scheduler should decay it to 0.
         params: the parameters to train, or parameter groups with their own `lr`, `momentum` or
             `weight_decay`, as for any torch optimizer; all parameters of the model if None.
-        momentum: Nesterov momentum of the averaged gradients. Schedulers can change it, to the same
-            value in all groups. None: that of `grafting`, or else the preconditioner's default,
-            which is 0.9 for most and 0.95 for "muon".
+        momentum: Nesterov momentum of the averaged gradients. Schedulers can change it, but to the
+            same value in all groups. None: that of `grafting`, or else the preconditioner's
+            default, which is 0.9 for most and 0.95 for "muon".
         weight_decay: decoupled from the gradient, as in AdamW: a step multiplies weights by
             `1 - lr * weight_decay`.
         max_norm: the maximum norm of the averaged gradient; None for no bound.
@@ -300,7 +301,7 @@ class KFACOptimizer(Optimizer):
             momentum = number(0) if callable(number) else number
         trained = model.parameters() if params is None else params
         descent = Descent(trained, lr, momentum, weight_decay)
-        grafting = grafting.with_momentum(momentum)  # error messages print the number
+        grafting = grafting.with_momentum(momentum)  # so that error messages print the number
         if momentum:
             grafting = grafting.with_momentum(descent.momentum)
         super().__init__(

@@ -1,7 +1,7 @@
 """Combine the events of all ranks into a timeline: waiting, means, hidden messages, a picture.
 
-All functions are pure functions of the events of `Trace`. docs/extensions/trace.md describes both
-formats.
+All functions are pure functions of the events of `Trace`. docs/extensions/trace.md describes the
+two file formats.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def self_seconds(events: Sequence[Event]) -> list[float]:
 
 
 def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]:
-    """Return, by rank and event, the seconds before the last member arrived at the collective.
+    """Return, by rank and event, how many seconds the rank waited for the last member to arrive.
 
-    Starts and ends are on one clock. An event that sends nothing never waits. For background
-    threads waiting is unknown and counts as 0: messages are already in flight when the recording
+    Starts and ends are times of one clock. An event that sends nothing never waits. On background
+    threads, waiting is unknown and counts as 0: messages are already in flight when the recording
     starts, and ranks have not progressed equally far.
     """
     named = [list(_collectives(events, rank, columns)) for rank, events in enumerate(ranks)]
@@ -73,14 +73,14 @@ def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]
 
 
 def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[tuple[str, ...]]:
-    """Yield a name of the collective for every event, equal on all members.
+    """Yield the name of every event's collective, which is the same on all members.
 
     The n-th collective of a kind is the same on all members, because they issue collectives in the
     same order.
     """
     teams = {"": "", "world": "", "column": f"{rank % columns}", "row": f"{rank // columns}"}
-    # Ranks do not wait for each other in messages to servers of either kind. The members of a
-    # group of split layers, and of peers, are not known here, so waiting counts as 0.
+    # Ranks do not wait for each other in messages to servers of either kind. The members of "group"
+    # and "peers", for split layers, are not known here, so waiting counts as 0.
     teams |= dict.fromkeys(("curvature", "servers", "group", "peers"), f"{rank}")
     count: Counter[tuple[str, ...]] = Counter()
     for event in events:
@@ -140,7 +140,8 @@ def stage_table(means: Mapping[str, Any]) -> list[list[str]]:
     for thread in dict.fromkeys(thread for rank in ranks for thread in rank["beside"]):
         sending = _by_stage([rank["beside"].get(thread, {}) for rank in ranks])
         rows += [
-            _row(f"beside, {thread}: {stage}", totals, step) for stage, totals in sending.items()
+            _row(f"background, {thread}: {stage}", totals, step)
+            for stage, totals in sending.items()
         ]
     return rows
 
@@ -183,8 +184,8 @@ def collective_means(
     "hidden" is the fraction that is not exposed.
 
     Args:
-        isolated: by rank and stage, the time of a step's messages in isolation; None in the
-            result for a stage without an entry.
+        isolated: the time that a step's messages take in isolation, by rank and stage; the result
+            is None for a stage without an entry.
     """
     rows = [_of_rank(recorded, alone) for recorded, alone in zip(ranks, isolated)]
     stages: dict[str, dict[str, float | None]] = {}
@@ -198,7 +199,7 @@ def collective_means(
 
 
 def _of_rank(recorded: Recorded, isolated: Mapping[str, float]) -> Stages:
-    """Return SENT by stage of messages, per step."""
+    """Return the values named in `SENT`, per step, by stage."""
     waits = [(e.start, e.end) for e in recorded.events if e.name in COMMUNICATION and not e.thread]
     busy, steps, stages = _covered(waits), recorded.steps.values(), {}
     for stage, flights in _flights(recorded.events).items():
@@ -258,7 +259,8 @@ def chrome_trace(ranks: Sequence[Recorded], columns: int) -> dict[str, Any]:
     """Return the timeline in Chrome's trace format for Perfetto, with one process per rank.
 
     A process has rows for the steps, the training, and background threads. Times are in
-    microseconds since the first step. If a rank waits in a collective, "waiting" is inside it.
+    microseconds since the first step. If a rank waits in a collective, "waiting" is drawn inside
+    it.
     """
     origin = min(start for recorded in ranks for start, _ in recorded.steps.values())
     waits = waiting([recorded.events for recorded in ranks], columns)

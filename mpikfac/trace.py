@@ -32,7 +32,7 @@ COMMUNICATION = (
 )
 """Stages that communicate; all other stages only compute."""
 
-ORIGINS = 5  # pairs of readings of the clocks of host and GPU
+ORIGINS = 5  # how often the clocks of the host and the GPU are read together
 
 
 class Event(NamedTuple):
@@ -47,8 +47,8 @@ class Event(NamedTuple):
         bytes: bytes that this rank passed to MPI.
         depth: the number of enclosing stages on the same thread.
         thread: "" for the training itself, otherwise the name of the background thread.
-        flight: the number of the overlapped message of which the stage sends a piece; 0 in other
-            stages.
+        flight: the number of the overlapped message, if the stage sends a piece of one; otherwise
+            0.
     """
 
     name: str
@@ -68,16 +68,17 @@ class Trace:
     the stage's work until it has finished it. The step does not wait for the GPU, but reading
     `seconds` does.
 
-    Stages on background threads, started by Python, are counted separately from those on the thread
-    that created the trace.
+    Stages on background threads that Python has started are counted separately from those on the
+    thread that created the trace.
 
     Args:
-        events: record from the start; see `record`.
+        events: record events from the start; see `record`.
 
     Attributes:
-        calls: the number of runs by stage; "decompositions": factors that this rank decomposed.
+        calls: the number of runs by stage; under "decompositions", the number of factors that this
+            rank decomposed.
         sent: bytes passed to MPI by stage.
-        current: the innermost stage that the training is in now, or "".
+        current: the innermost stage that the training is in, or "".
         background: seconds by stage on background threads.
     """
 
@@ -141,7 +142,7 @@ class Trace:
                 self.current = outer
 
     def communication_seconds(self) -> float:
-        """Return the seconds in stages that communicate, including the time waiting for ranks."""
+        """Return the seconds in stages that communicate, including waiting for other ranks."""
         seconds = self.seconds
         return sum(seconds[name] for name in COMMUNICATION if name in seconds)
 
@@ -226,7 +227,7 @@ class _Running(NamedTuple):
 
 
 def _origins(count: int) -> Iterator[_Origin]:
-    """Yield events on the GPU with the host's time in the middle of the two readings."""
+    """Yield GPU events, each with the midpoint of the host's times before and after it."""
     for _ in range(count):
         event = torch.Event(enable_timing=True)
         before = time.perf_counter()

@@ -111,7 +111,7 @@ class Trainer:
 
     Attributes:
         steps: completed steps.
-        nonfinite: counts of values that were not finite.
+        nonfinite: counts of non-finite values.
         trace: seconds and bytes of every stage.
     """
 
@@ -132,7 +132,7 @@ class Trainer:
         self.steps = 0
         self._guard = StepGuard(optimizer, self)
         self._unequal: set[str] = set()  # buffers that can differ between ranks
-        self._whole = True  # whether the state was that after `steps` steps when the step began
+        self._whole = True  # `is_consistent` when the batch began
         self.built = self._build(self._draw())
         self._begin_batch(0)
         take_model(model, self)
@@ -170,21 +170,21 @@ class Trainer:
                 and updates that were due are postponed until they are due again. Then the scale is
                 reduced or, after enough steps, increased, identically on all ranks. Do not call the
                 scaler's `unscale_`, `step` and `update`: this method replaces all three.
-            max_norm: the maximum norm of the averaged gradient of all parameters; if it is longer,
-                it is scaled down before K-FAC preconditions it. None for no bound. Must be equal on
+            max_norm: the maximum norm of the averaged gradient of all parameters; a longer gradient
+                is scaled down before K-FAC preconditions it. None for no bound. Must be equal on
                 all ranks.
-            examples: the number of examples in the rank's mean loss, if batches are uneven; passed
-                by all ranks or by none. Averages of gradients, statistics and factors over ranks
-                are weighted by it; the passes of a rank with 0 examples are ignored. None: all
-                ranks have the same weight.
+            examples: the number of examples over which the rank's loss is a mean, if batches are
+                uneven; passed by all ranks or by none. Averages of gradients, statistics and
+                factors over ranks are weighted by it; the passes of a rank with 0 examples are
+                ignored. None: all ranks have the same weight.
 
         Raises:
             ValueError: a scaler is passed with `overlap` or local steps; `examples` is passed with
                 `overlap` or `virtual_ranks`; a gradient was changed after `overlap` had sent it;
-                the model was converted or moved; `max_norm` is negative; `QuadraticModel` was not
-                given the batch by `grafting.set_batch(inputs, loss)`; the optimizer or a scheduler
-                sets a second momentum; or a parameter with a gradient is in the optimizer but not
-                in the model.
+                the model was converted or moved; `max_norm` is negative; the batch was not passed
+                to `QuadraticModel` by `grafting.set_batch(inputs, loss)`; the optimizer or a
+                scheduler sets a second momentum; or a parameter with a gradient is in the optimizer
+                but not in the model.
             UserError: ranks disagree on the model, learning rates or settings; or the trainer
                 cannot adopt a change in the trained parameters.
             RanksDifferError: ranks disagree on an argument, or on weights, which are compared every
@@ -315,7 +315,7 @@ class Trainer:
             self._follow_votes(arguments)
 
     def _follow_votes(self, arguments: Mapping[str, object]) -> None:
-        """Adopt a change of the model on any rank.
+        """Compare ranks if their checksums differ, and adopt a change to the model on any rank.
 
         Collective over: world.
 
@@ -347,7 +347,7 @@ class Trainer:
     def accumulate(self) -> None:
         """Accumulate a part of the local batch; call this after the part's backward pass.
 
-        Only with `virtual_ranks=n`: a rank processes `n / ranks` parts, each with the mean loss of
+        Requires `virtual_ranks=n`. A rank processes `n / ranks` parts, each with the mean loss of
         its examples and fresh gradients, and then calls `step`.
 
         Collective over: none.
@@ -360,7 +360,7 @@ class Trainer:
         gradients.accumulate()
 
     def clear_statistics(self) -> None:
-        """Drop the statistics of the passes since the last step, for a batch without a step.
+        """Drop the statistics of the passes since the last step, for a batch that no step will use.
 
         Running statistics of normalisation layers are reset to those after the last step. Clear the
         gradients with `zero_grad`.
@@ -416,20 +416,20 @@ class Trainer:
     def is_consistent(self) -> bool:
         """Whether the rank's state is exactly the state after `steps` steps.
 
-        False while the state includes anything of a later step.
+        False while the state includes anything from a later step.
         """
         return self.built.method.is_consistent
 
     @property
     def exchange(self) -> OneModel:
-        """What ranks exchange in addition to reductions; `LSGD` needs its `report_loss(loss)`."""
+        """What ranks exchange besides reductions; with `LSGD`, call its `report_loss(loss)`."""
         return self.built.exchange
 
     @property
     def combined(self) -> bool:
         """Whether votes are means over all ranks; False only between two exchanges of weights.
 
-        If exchanges make all replicas equal, it also tells whether all ranks have the same model.
+        If exchanges make all replicas equal, it also shows whether all ranks have the same model.
         """
         return self.built.exchange.heard
 
@@ -553,7 +553,7 @@ class Trainer:
         grafting, and adapted damping: everything needed to resume exactly, also between two
         decompositions. Compression errors are dropped, as in a restart.
 
-        With local steps, it contains the optimizer's state of each rank.
+        With local steps, it contains each rank's optimizer state.
 
         Collective over: world with `reduce_factors_at="inverses"` or `overlap`, otherwise none.
 
@@ -581,8 +581,9 @@ class Trainer:
 
         Either all ranks load a state, or none does. The state of a first-order run is accepted, and
         so is one with another estimator for some or all layers: the next step computes the
-        statistics of those layers, and all bases. A layer keeps its sides and blocks: a state with
-        fisher_type="forward-only" has no G for other types of Fisher matrices.
+        statistics of those layers, and all bases. The state must contain the same sides and blocks
+        of each layer's factors: a state saved with fisher_type="forward-only" has no G, which other
+        types need.
 
         Collective over: world.
 
@@ -618,14 +619,14 @@ class Trainer:
             built.update.writes.reset()
 
     def _names_for(self, part: Part, state: Mapping[str, Any]) -> Collection[str]:
-        """Return the names of items of a state that a part can load."""
+        """Return the names of the items of a state that a part can load."""
         return state.keys()
 
 
 class FirstOrderTrainer(Trainer):
     """Train with a first-order optimizer: average gradients over ranks, then step the optimizer.
 
-    This is the baseline for comparisons with K-FAC, with the same arena and collectives.
+    It is the baseline for comparisons with K-FAC, and uses the same arena and collectives.
 
     Args:
         comm: the communicator of the ranks; all ranks of the job if None.

@@ -17,7 +17,7 @@ BATCH = 16  # examples per rank and step
 
 
 def main() -> None:
-    """Train with several intervals of the exchange, and print the test losses."""
+    """Train with several intervals between exchanges, and print the test losses."""
     for sync_every in (2, 8, 32):
         loss, sent = train(mpikfac.Strategy(sync=LocalSGD(sync_every=sync_every)))
         if mpikfac.world().rank == 0:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import mpikfac
 
-STEPS = 10  # of a start
+STEPS = 10  # steps per start
 BATCH = 32  # images per step, on all ranks together
 
 

@@ -1,4 +1,4 @@
-"""Compare strategies, which send different messages and compute the same weights up to rounding.
+"""Compare strategies, which send different messages but compute the same weights up to rounding.
 
 Compression is the exception: it changes the values that are sent.
 

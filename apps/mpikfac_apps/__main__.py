@@ -1,4 +1,4 @@
-"""Start one of the programs with the rest of the command line: the `mpikfac` command."""
+"""The `mpikfac` command: run the program that the first argument names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpikfac_apps.launching import programs
 from mpikfac_apps.launching.programs import PROGRAMS, RANK_VARIABLES
 
 EXTRA = ("docstring_parser", "jinja2", "jsonargparse", "matplotlib", "tabulate", "tqdm", "yaml")
-"""Modules of the extra `apps`, which users of the library alone do not install."""
+"""Modules that the extra `apps` installs; users of the library alone do without them."""
 
 
 def command() -> NoReturn:

@@ -28,8 +28,8 @@ def run(program: str, work: Callable[[], int]) -> int:
 def mend_streams() -> None:
     """Open closed streams on the null device, and escape what a stream cannot encode.
 
-    A file opened later would otherwise get the number of a closed stream, and with it the stream's
-    text.
+    A file opened later would otherwise get the descriptor of a closed stream, and receive the text
+    that is written to the stream.
     """
     for number in range(3):
         try:
@@ -45,7 +45,7 @@ def mend_streams() -> None:
 
 
 def complain(program: str, error: Exception) -> None:
-    """Print an error on a single line; parts of the text can come from files."""
+    """Print an error on a single line; escape unprintable characters, as parts come from files."""
     print(files.printable(f"{program}: {error}"), file=sys.stderr)
 
 

@@ -25,19 +25,19 @@ def is_own(name: str) -> bool:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return whole numbers from 1 to `MOST` from a text such as "16,64".
+    """Return whole numbers from 1 to `MOST` from a string such as "16,64".
 
     Raises:
-        ValueError: the text has a different form.
+        ValueError: the string has a different form.
     """
     for part in text.split(","):
         if not part.isdecimal() or not 1 <= int(part) <= MOST:
-            raise ValueError(f"{part or 'nothing'} must be a whole number, 1 to {MOST:,}")
+            raise ValueError(f"{part or 'nothing'} must be a whole number from 1 to {MOST:,}")
     return tuple(map(int, text.split(",")))
 
 
 def mib(size: float) -> str:
-    """Format bytes in MiB, to a hundredth."""
+    """Format bytes in MiB, with two decimals."""
     return "<0.01" if 0 < size < MIB / 100 else f"{size / MIB:.2f}"
 
 
@@ -55,7 +55,7 @@ def in_lines(words: Iterable[str], per_line: int = 4) -> list[str]:
 
 
 def share(target: float) -> float:
-    """Return a fraction (0 to 1), given as a fraction or as a number above 1 in per cent."""
+    """Return a fraction (0 to 1) that is given as a fraction or, if above 1, as a percentage."""
     return target / 100 if target > 1 else target
 
 

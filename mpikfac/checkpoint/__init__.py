@@ -1,4 +1,4 @@
-"""Write and read checkpoints, complete or absent: HDF5 shards, a manifest, restarts.
+"""Write and read checkpoints, which are either complete or absent.
 
 Names are imported on first use, so that reading a checkpoint does not start MPI.
 """

@@ -27,10 +27,10 @@ from mpikfac.comm import Comm, agree, together
 from mpikfac.errors import RanksDifferError, UserError, looks
 from mpikfac.plan.names import PARAM_GROUPS
 
-PATIENCE = 5.0  # seconds until all ranks must see the files that rank 0 sees
+PATIENCE = 5.0  # seconds within which all ranks must see the files that rank 0 sees
 
 SOUND: dict[Path, object] = {}
-"""Checkpoints that this process has written or checked, with the `_signature` at the time."""
+"""Checkpoints that this process has written or checked, with their `_signature` at that time."""
 
 log = logging.getLogger("mpikfac")
 
@@ -38,11 +38,11 @@ log = logging.getLogger("mpikfac")
 def save_checkpoint(
     comm: Comm, root: str | Path, items: Mapping[str, Value], step: int, keep: int = 2
 ) -> Path:
-    """Write the items of all ranks as `root/step-<step>`, and return the path.
+    """Write the items of all ranks to `root/step-<step>`, and return the path.
 
-    An item that several ranks have must be equal on them, and is stored once. A checkpoint of the
-    same step is replaced. On failure, temporary files are removed, and older checkpoints are left
-    intact.
+    An item that several ranks have must be equal on all of them, and is stored once. An existing
+    checkpoint of the same step is replaced. On failure, temporary files are removed, and older
+    checkpoints are left intact.
 
     Args:
         root: a directory on a file system that all ranks share; created if missing.
@@ -68,8 +68,8 @@ def save_checkpoint(
 class CheckpointWriter:
     """Write checkpoints in the background, at most one at a time.
 
-    On every rank, a thread writes the files and never communicates. The copies of the rank's items
-    stay in host memory, as buffers for the next checkpoint.
+    On every rank, a thread writes the files; it never communicates. The copies of the rank's items
+    stay in host memory as buffers for the next checkpoint.
     """
 
     def __init__(self, comm: Comm, root: str | Path, keep: int = 2) -> None:
@@ -86,13 +86,13 @@ class CheckpointWriter:
 
     @property
     def written(self) -> bool:
-        """Return whether this rank's part of the pending checkpoint is on disk, or has failed."""
+        """Return whether this rank's part of the pending checkpoint is written, or has failed."""
         return self.pending and self._shard.done()
 
     def begin(self, items: Mapping[str, Value], step: int) -> None:
-        """Begin a checkpoint as `save_checkpoint` does; items can change once `begin` returns.
+        """Begin to write what `save_checkpoint` writes; items can change once `begin` returns.
 
-        A checkpoint still pending is committed first.
+        A pending checkpoint is committed first.
 
         Collective over: comm.
 
@@ -135,7 +135,7 @@ class CheckpointWriter:
             wait([self._shard])
 
     def close(self) -> None:
-        """Wait until older checkpoints are deleted, and end the thread; no more can be written.
+        """Wait until older checkpoints are deleted, and end the thread, which can write no more.
 
         Collective over: none.
         """
@@ -153,7 +153,7 @@ class CheckpointWriter:
 
 
 def load_checkpoint(comm: Comm, path: str | Path) -> Checkpoint:
-    """Return the items of all ranks that wrote the checkpoint; an item is read on first access.
+    """Return a checkpoint's items from all ranks that wrote it; an item is read on first access.
 
     Any number of ranks can read. Only rank 0's path is used.
 
@@ -173,9 +173,9 @@ def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) ->
     """Return the newest undamaged checkpoint under `root`, after checking all files; or None.
 
     Everything named `step-<step>` counts as a checkpoint. A damaged checkpoint, including one
-    without a manifest, is skipped with a warning, and so is a checkpoint from which two consecutive
-    starts committed no newer one. If this leaves no undamaged checkpoint, the newest undamaged one
-    is used again. Later checkpoints with a different name are reported.
+    without a manifest, is skipped with a warning, and so is a checkpoint if the last two starts
+    from it committed no newer one. If all undamaged checkpoints are skipped, the newest of them is
+    used nevertheless. Later checkpoints whose directories were renamed are reported.
 
     Args:
         skip: names of directories to leave out.
@@ -223,7 +223,7 @@ class _Begun:
     final: Path
     step: int
     names: list[str]  # items that this rank writes
-    sums: dict[str, int]  # checksums of the items that other ranks hold, too
+    sums: dict[str, int]  # checksums of items that other ranks also hold
     space: str
     held: list[dict[str, dict[str, Any]]]  # only rank 0 knows `held` and `shares`
     shares: list[list[str]]
@@ -235,7 +235,7 @@ class _Begun:
 
 def _begin(comm: Comm, root: Path, items: Mapping[str, Value], step: int, keep: int) -> _Begun:
     if not isinstance(step, SupportsIndex) or step < 0 or keep < 1:
-        raise ValueError(f"step={step} must be whole, at least 0, and keep={keep} at least 1")
+        raise ValueError(f"step={step} must be an integer >= 0, and keep={keep} one >= 1")
     step = operator.index(step)  # NumPy's numbers are not JSON
     agree(comm, {"root": str(root), "step": step, "keep": keep})
     items = {name: value for name, value in items.items() if name != PARAM_GROUPS}
@@ -290,7 +290,7 @@ def _prune(final: Path, keep: int) -> None:
 
 
 def _is_sound(path: Path) -> bool:
-    """Return whether a checkpoint can be read; the files are read unless they are known."""
+    """Return whether a checkpoint can be read; files checked before are not read again."""
     try:
         checkpoint = read_checkpoint(path)
         signature = _signature(checkpoint)
@@ -316,7 +316,7 @@ def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, An
 
 
 def _to_host(value: Tensor, buffer: Tensor | None) -> Tensor:
-    """Copy the value to host memory, to `buffer` if sizes fit; a GPU might still be copying."""
+    """Copy the value to host memory, into `buffer` if sizes fit; a GPU may still be copying."""
     if buffer is None or (buffer.dtype, buffer.shape) != (value.dtype, value.shape):
         buffer = torch.empty_like(value, device="cpu", pin_memory=not value.is_cpu)
     return buffer.copy_(value, non_blocking=True)
@@ -333,7 +333,7 @@ def _space(begun: _Begun) -> str:
 
 @contextmanager
 def _naming(space: str) -> Iterator[None]:
-    """Add the bytes needed and free to the text of an `OSError` raised by the body."""
+    """Add the numbers of bytes needed and free to an `OSError` raised by the body."""
     try:
         yield
     except OSError as error:
@@ -341,7 +341,7 @@ def _naming(space: str) -> Iterator[None]:
 
 
 def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
-    """Return every rank's names to write: largest first, each by its least loaded holder."""
+    """Return the names each rank writes: largest item first, each by its least loaded holder."""
     holders: dict[str, list[int]] = {}
     for rank, described in enumerate(held):
         for name, form in described.items():
@@ -363,7 +363,7 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
 
 
 def _written(write: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return what `write` returns; a lack of memory is also reported to all ranks.
+    """Return what `write` returns; raise its memory and HDF5 errors as a `UserError`.
 
     Raises:
         UserError: memory ran out, or HDF5 raised an error.
@@ -382,7 +382,7 @@ def _compare(sums: Sequence[Mapping[str, int]]) -> None:
             holder, expected = first.setdefault(name, (rank, value))
             if value != expected:
                 raise RanksDifferError(
-                    f"item {name!r} has other values on rank {rank} than on rank {holder}; change "
+                    f"item {name!r} has different values on rank {rank} and rank {holder}; change "
                     f"weights and buffers identically on all ranks, or copy rank 0's by "
                     f"mpikfac.comm.broadcast(comm, tensors)"
                 )

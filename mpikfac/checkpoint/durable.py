@@ -21,7 +21,7 @@ from mpikfac import files
 
 MANIFEST = "manifest.json"
 REPLACED = ".replaced"
-AHEAD = 2**23  # bytes after which the system is asked to begin to write to the disk
+AHEAD = 2**23  # bytes after which the system is asked to start writing to disk
 
 
 def directory_of(path: object) -> Path:
@@ -43,8 +43,8 @@ def begin(final: Path) -> None:
     for directory in reversed(missing):
         if directory.is_symlink():
             raise FileNotFoundError(
-                f"{directory} is a link to {directory.readlink()}, which does not exist; make that "
-                f"directory, or remove the link"
+                f"{directory} is a link to {directory.readlink()}, which does not exist; create "
+                f"that directory, or remove the link"
             )
         directory.mkdir(exist_ok=True)
         _sync(directory.parent)
@@ -52,7 +52,7 @@ def begin(final: Path) -> None:
 
 
 def write(path: Path, blocks: Iterable[bytes | memoryview]) -> int:
-    """Write the blocks to the file in order, down to the disk, and return the file's bytes.
+    """Write the blocks to the file in order, flush it to disk, and return its size in bytes.
 
     Raises:
         OSError: writing failed; the error contains the file's name.
@@ -63,7 +63,7 @@ def write(path: Path, blocks: Iterable[bytes | memoryview]) -> int:
             for block in blocks:
                 file.write(block)
                 if (end := file.tell()) - begun >= AHEAD:
-                    # The disk writes finished blocks while the others are made, so fsync waits
+                    # The disk writes finished blocks while others are produced, so fsync waits
                     # less.
                     os.posix_fadvise(file.fileno(), begun, end - begun, os.POSIX_FADV_DONTNEED)
                     begun = end
@@ -85,7 +85,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def commit(final: Path, manifest: bytes) -> None:
-    """Write the manifest, and rename the temporary directory to `final`; shards are written."""
+    """Write the manifest, and rename the temporary directory, which has all shards, to `final`."""
     write(partial(final) / MANIFEST, [manifest])
     _sync(partial(final))
     if os.path.lexists(final):
@@ -108,7 +108,7 @@ def free(path: Path) -> int:
 def prune(final: Path, keep: int, sound: Callable[[Path], bool]) -> None:
     """Delete the checkpoint replaced by `final`, and checkpoints older than the last `keep`.
 
-    Links and files with the name of a checkpoint are ignored.
+    Links and files named like a checkpoint are ignored.
 
     Args:
         keep: how many sound checkpoints to keep, including `final`.
@@ -127,7 +127,7 @@ def prune(final: Path, keep: int, sound: Callable[[Path], bool]) -> None:
 
 
 def named(root: Path) -> list[Path]:
-    """Return everything under `root` with the name of a checkpoint, damaged or not, oldest first.
+    """Return everything under `root` that is named like a checkpoint, damaged or not, oldest first.
 
     Raises:
         OSError: `root` is not a directory, or cannot be read.
@@ -163,7 +163,7 @@ def _sync(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint, renamed first so that a partly deleted one never looks complete."""
+    """Delete a checkpoint; rename it first, so that a partly deleted one never looks complete."""
     doomed = path.with_name(f".{path.name}.deleted")
     _delete(doomed)
     if os.path.lexists(path):
@@ -172,7 +172,7 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory with its content, or a file; of a link only the link itself."""
+    """Delete a directory with its content, a file, or a link but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

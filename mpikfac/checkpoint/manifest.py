@@ -1,9 +1,9 @@
-"""Describe a checkpoint's content in a manifest, and read checkpoints on a rank, without MPI.
+"""Describe a checkpoint's content in a manifest, and read checkpoints on one rank without MPI.
 
     step-000000120/shard-0.h5, shard-1.h5, ..., manifest.json
 
-The manifest names every item's shard, dtype and shape, and every shard's size and BLAKE3. The
-last entry is the manifest's own BLAKE3.
+The manifest lists every item's shard, dtype and shape, and every shard's size and BLAKE3 digest.
+The last entry is the manifest's own BLAKE3 digest.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from mpikfac.errors import UserError
 
 FORMAT, VERSION = "mpikfac checkpoint", 3
 MOST_STEPS = 2**53
-"""A step above this is a mistake: no run takes so many, and float64 cannot count them."""
+"""A larger step is a mistake: no run takes so many steps, and float64 cannot count them."""
 log = logging.getLogger("mpikfac")
 
 UNREADABLE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError),
     *(OSError, RuntimeError, TypeError, ValueError),
 )
-"""The exceptions that reading a file of unknown content can raise."""
+"""The exceptions that can occur when reading a file of unknown content."""
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
@@ -53,7 +53,7 @@ def latest_checkpoint(root: str | Path) -> Path | None:
 
 
 def tell_of_renamed(root: Path, step: int) -> None:
-    """Warn about checkpoints of steps after `step` whose directories have been renamed.
+    """Warn about checkpoints of steps after `step` whose directories were renamed.
 
     Collective over: none.
     """
@@ -86,9 +86,9 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 class Checkpoint(Mapping[str, Value]):
     """Map the names of a checkpoint's items to values; tensors are on the CPU.
 
-    Reading is local to a rank and lazy: the first item of a shard reads the whole file, and its
-    bytes are kept as long as this object. Read items inside `together`, so that a damaged file ends
-    all ranks.
+    Reading is local to a rank and lazy: accessing the first item of a shard reads the whole file,
+    whose bytes are kept as long as this object exists. Read items inside `together`, so that a
+    damaged file raises the same error on all ranks.
 
     Attributes:
         step: the number of steps that the run had taken.
@@ -145,7 +145,7 @@ class Checkpoint(Mapping[str, Value]):
         """Check that a file of `shards` is unchanged since it was written; HDF5 does not parse it.
 
         Raises:
-            UserError: the file is missing, or size or content differ.
+            UserError: the file is missing, or its size or content differs.
         """
         check_shard(self.path / file, **self.shards[file])
 
@@ -159,9 +159,9 @@ def make_manifest(
     """Return the manifest's text.
 
     Args:
-        held: by rank, descriptions of the items that the rank holds, by name.
-        shares: by rank, names of the items that the rank wrote.
-        shards: by rank, `size` and `digest` of the rank's file; None: the rank wrote no file.
+        held: descriptions of the items that each rank holds, by rank and name.
+        shares: the names of the items that each rank wrote, by rank.
+        shards: `size` and `digest` of each rank's file, by rank; None if the rank wrote no file.
     """
     names = [f"shard-{rank}.h5" for rank in range(len(shards))]
     manifest = {
@@ -191,9 +191,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {files.why(error)}") from error
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{path} is damaged, or not the manifest of a checkpoint") from None
+        raise UserError(f"{path} is damaged, or is not the manifest of a checkpoint") from None
     if (form, version) != (FORMAT, VERSION):
-        raise UserError(f"{path} is of {form} {version}; this program reads {FORMAT} {VERSION}")
+        raise UserError(
+            f"{path} has the format {form} {version}; this program reads {FORMAT} {VERSION}"
+        )
     sealed = {key: value for key, value in manifest.items() if key != "digest"}
     if manifest.get("digest") != _digest(sealed):
         raise UserError(f"{path} is damaged: its BLAKE3 does not match")
@@ -207,7 +209,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_form(manifest: Mapping[str, Any]) -> None:
-    """Raise if the manifest lacks the form of `make_manifest`; a digest is not enough."""
+    """Check that the manifest has the form of `make_manifest`; a digest is not enough."""
     numbers = [manifest["step"]]
     if not isinstance(writer := manifest.get("writer", ""), str):
         raise ValueError(f"has {writer!r} where a name belongs; use another checkpoint")

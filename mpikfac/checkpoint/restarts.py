@@ -1,8 +1,8 @@
-"""Detect crash loops: count starts in a row from a checkpoint without a newer checkpoint.
+"""Detect crash loops: count consecutive starts from a checkpoint that commit no newer one.
 
     root/starts.json    [{"step": 120, "digest": "...", "starts": 2}]
 
-If 2 starts from a checkpoint have died, a third start uses another checkpoint if possible. Call
+If two starts from a checkpoint have failed, a third start uses another checkpoint if possible. Call
 all functions on a single rank.
 """
 
@@ -27,8 +27,8 @@ log = logging.getLogger("mpikfac")
 def note_start(checkpoint: Checkpoint) -> None:
     """Count a start resumed from the checkpoint; call on a single rank.
 
-    Counts of older checkpoints are dropped: a start from an older checkpoint has led to this
-    checkpoint. A full or read-only disk does not stop the run.
+    The counts for older checkpoints are dropped, because this checkpoint shows that a run that
+    started from one of them made progress. A full or read-only disk does not stop the run.
 
     Collective over: none.
     """
@@ -48,7 +48,7 @@ def note_start(checkpoint: Checkpoint) -> None:
 
 
 def note_end(root: str | Path) -> None:
-    """Drop all counts, because the run came to an orderly end; call on a single rank.
+    """Drop all counts, because the run ended normally; call on a single rank.
 
     Collective over: none.
     """
@@ -59,7 +59,7 @@ def note_end(root: str | Path) -> None:
 
 
 def starts_from(checkpoint: Checkpoint) -> int:
-    """Return how many starts in a row resumed from the checkpoint and committed no newer one.
+    """Return how many consecutive starts resumed from the checkpoint and committed no newer one.
 
     A damaged record is ignored.
     """

@@ -1,8 +1,9 @@
 """Write a rank's items as an HDF5 file, and read it back; no other module imports h5py.
 
-libhdf5 crashes if the disk is full and does not notice damage, so it never accesses the disk. To
-write, it lays the file out in memory without the values, which plain writes then copy from tensors
-to the file. To read, it parses bytes in memory, after their BLAKE3 has been checked.
+libhdf5 crashes if the disk is full and does not notice damage, so it never accesses the disk. For
+writing, it lays out the file in memory without the values, which plain writes then copy from
+tensors to the file. For reading, it parses bytes in memory, after their BLAKE3 digest has been
+checked.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ STORED = {name: np.dtype(name) for name in SAME} | {
     "float": np.dtype("float64"),
 }
 PAGE = 2**12
-PIECE = 2**22  # bytes that are hashed and written at a time, while in cache
+PIECE = 2**22  # bytes that are hashed and written at a time, while they are in the cache
 
 
 def describe(name: str, value: Value) -> dict[str, Any]:
-    """Return the item's dtype, shape and bytes, and for a number also the value.
+    """Return the item's dtype, shape and size in bytes, and the value of a number.
 
     Raises:
         ValueError: the item cannot be stored.
@@ -77,7 +78,7 @@ def describe(name: str, value: Value) -> dict[str, Any]:
 def checksum(value: Value) -> int:
     """Return a checksum of the value; for a tensor, the sum of the elements' bit patterns.
 
-    The sum needs a single pass over memory and no copy, for tensors of any strides.
+    The sum needs a single pass over memory and no copy, whatever the tensor's strides.
     """
     if not isinstance(value, Tensor):
         return zlib.crc32(_content(value))
@@ -102,7 +103,7 @@ def write_shard(path: Path, items: Mapping[str, Value]) -> dict[str, Any]:
 
 
 def check_shard(path: Path, size: int, digest: str) -> None:
-    """Check that the file has the size and the content of the written shard.
+    """Check that the file has the size and the content of the shard that was written.
 
     Raises:
         UserError: the file is missing, or size or content differ.
@@ -155,10 +156,10 @@ def read_item(file: h5py.File, name: str, item: Mapping[str, Any]) -> Value:
 
 
 def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
-    """Return all items of a shard except a large one, and the offset and size of that in bytes.
+    """Return all items of a shard except a large one, and that item's offset and size in bytes.
 
-    The large item can be larger than the memory; plain reads of the file return parts of it. The
-    file is not checked by a digest, so libhdf5 parses whatever it contains.
+    The large item need not fit into memory; read parts of it directly from the file. The file's
+    digest is not checked, so libhdf5 parses whatever the file contains.
 
     Raises:
         ValueError: the file is not a shard, or does not store the large item in one piece.
@@ -182,7 +183,7 @@ def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
 
 
 def _plain(dataset: h5py.Dataset, size: int) -> Value:
-    """Return the value of a dataset in a file of `size` bytes, by the dataset's own type."""
+    """Return the value of a dataset, of the dataset's own type, in a file of `size` bytes."""
     if dataset.nbytes > size:
         raise LookupError(f"{dataset.name} is larger than its file")
     value = dataset[()]
@@ -193,7 +194,7 @@ def _plain(dataset: h5py.Dataset, size: int) -> Value:
 
 
 class _Image:
-    """Behave like a file in memory; pages that HDF5 never writes, such as values, use none."""
+    """Behave like a file in memory; pages that HDF5 never writes, such as values, take none."""
 
     def __init__(self) -> None:
         self.size = self._at = 0
@@ -226,7 +227,7 @@ class _Image:
         pass  # h5py calls flush()
 
     def _parts(self, count: int) -> Iterator[tuple[bytearray, slice]]:
-        """Yield the next `count` bytes as slices of pages, and move the position."""
+        """Yield the next `count` bytes as slices of pages, and advance the position."""
         stop = self._at + count
         while self._at < stop:
             number, start = divmod(self._at, PAGE)
@@ -236,7 +237,7 @@ class _Image:
 
 
 def _blocks(items: Mapping[str, Value]) -> Iterator[bytes | memoryview]:
-    """Yield the shard's bytes from first to last; a value is read from its tensor when due."""
+    """Yield the shard's bytes in order; each value is read from its tensor when needed."""
     image = _Image()
     places = _lay_out(image, items)
     image.seek(0)
@@ -256,7 +257,7 @@ def _lay_out(image: _Image, items: Mapping[str, Value]) -> list[tuple[int, str]]
     plain.set_layout(h5d.CONTIGUOUS)
     plain.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     plain.set_fill_time(h5d.FILL_TIME_NEVER)
-    plain.set_obj_track_times(False)  # so that the same items give the same file
+    plain.set_obj_track_times(False)  # so that equal items result in equal files
     with h5py.File(image, "w") as file:
         for name in sorted(items):
             dtype, shape = _form(items[name])
@@ -268,7 +269,7 @@ def _lay_out(image: _Image, items: Mapping[str, Value]) -> list[tuple[int, str]]
 
 
 def _key(name: str) -> str:
-    """Return the dataset's name, "/" quoted: item "a" would collide with the group of "a/b"."""
+    """Return the dataset's name with "/" quoted: "a" would collide with the group of "a/b"."""
     return quote(name, safe="")
 
 

@@ -20,14 +20,14 @@ CLOCK_READINGS = 50  # only the fastest one counts, because most are slow on a b
 
 @contextmanager
 def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterator[None]:
-    """Raise an error that the body raises on any rank as the same `UserError` on every rank.
+    """Raise the same `UserError` on every rank if the body raises an error on any rank.
 
     Catches errors of files and data (`OSError`, `ValueError`, `UserError`). All ranks raise the
-    text of the lowest failing rank, preceded by `doing`; a `RanksDifferError` keeps its type.
+    message of the lowest failing rank, preceded by `doing`; a `RanksDifferError` keeps its type.
 
     Args:
         untrusted: the body parses the content of a file, so a missing key, a wrong type or a wrong
-            shape also counts as an error of the data.
+            shape also counts as an error in the data.
 
     Collective over: comm.
     """
@@ -42,7 +42,7 @@ def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterat
         if not untrusted or isinstance(error, MPI.Exception):
             raise
         about = " ".join(str(error).split())
-        text = f"the content has a different form: {type(error).__name__}: {about}"
+        text = f"the content has an unexpected form: {type(error).__name__}: {about}"
         failure, cause = (UserError, text), error
     failures = [failure for failure in comm.allgather(failure) if failure is not None]
     if failures:
@@ -97,7 +97,7 @@ def handed_over(
 
 
 def _passed_on(comm: MPI.Intracomm, value: Any, source: int) -> Any:
-    """Return the tensor, of any size, or the plain value of rank `source`."""
+    """Return rank `source`'s tensor, of any size, or plain value."""
     form = (value.shape, value.dtype) if torch.is_tensor(value) else None
     form, number = comm.bcast((form, None if form else value), root=source)
     if form is None:
@@ -124,7 +124,7 @@ def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
 
 
 def _broadcast_bytes(comm: MPI.Intracomm, host: Tensor, root: int) -> None:
-    content = host.view(-1).view(torch.uint8)  # not an array, which would freeze the tensor's size
+    content = host.view(-1).view(torch.uint8)  # an array would freeze the tensor's size
     for piece in pieces(content, 0, len(content), MAX_COUNT):
         comm.Bcast(piece, root=root)
 

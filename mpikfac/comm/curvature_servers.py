@@ -1,4 +1,4 @@
-"""Connect training ranks and curvature servers by an intercommunicator.
+"""Connect training ranks to curvature servers with an intercommunicator.
 
 Factors and decompositions are sent in non-blocking messages, which progress while both sides are
 inside MPI calls.
@@ -36,7 +36,7 @@ class SplitComm:
 
     @classmethod
     def of(cls, comm: Comm | SplitComm | None) -> SplitComm:
-        """Return `comm` as a `SplitComm` in which all ranks train; None stands for all ranks.
+        """Return `comm` as a `SplitComm` in which all ranks train; None means all ranks of the job.
 
         Raises:
             ValueError: `comm` is not a communicator.
@@ -74,7 +74,7 @@ class SplitComm:
 
 
 def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
-    """Return a `SplitComm` in which the last ranks of `comm` are curvature servers; others train.
+    """Return a `SplitComm`: the last ranks of `comm` are curvature servers, and the others train.
 
         team = mpikfac.split_comm(comm, curvature_servers=1)
         if team.comm is None:
@@ -105,7 +105,7 @@ def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
 
 
 def announce(curvature: MPI.Intercomm, value: object) -> None:
-    """Send training rank 0's `value` to all curvature servers, which call `announced`.
+    """Send training rank 0's `value` to all curvature servers, which must call `announced`.
 
     Collective over: curvature.
     """
@@ -113,7 +113,7 @@ def announce(curvature: MPI.Intercomm, value: object) -> None:
 
 
 def announced(curvature: MPI.Intercomm) -> Any:
-    """Return the value that training rank 0 passes to `announce`; called by curvature servers.
+    """Return the value that training rank 0 passes to `announce`; call it on curvature servers.
 
     Collective over: curvature.
     """

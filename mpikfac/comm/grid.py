@@ -44,8 +44,8 @@ class Grid:
         combiner: aggregates the vectors of all ranks by a robust rule, and keeps its state.
 
     Raises:
-        UserError: ranks are not on one node as `ranks_per_node` requires, or MPI has run out of
-            communicators (MPICH allows 2,048 per process).
+        UserError: ranks are not on the same node although `ranks_per_node` requires it, or MPI has
+            run out of communicators (MPICH allows 2,048 per process).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Grid:
         self.combiner, self.encoded, self._buffers = _senders(trace)
 
     def apart(self) -> Grid:
-        """Return a grid with the same communicators, but its own state of messages.
+        """Return a grid with the same communicators, but separate message state.
 
         Messages of the new grid affect neither the trace nor the compression errors of this one.
         Waits until this grid's overlapped messages are sent.
@@ -106,7 +106,8 @@ class Grid:
             self._exchange(messages, flat.view(torch.int16))  # a type that MPI supports
             return
         check_summable(flat)
-        # In order: with two levels, values are reduced within the nodes before they are encoded.
+        # In this order: with two levels, values are reduced within the nodes before they are
+        # encoded.
         for exchange, neighbours in groupby(messages, self._way):
             exchange(list(neighbours), flat)
 
@@ -183,7 +184,7 @@ class Grid:
         urgency: int,
         over: str = "world",
     ) -> OverlappedSums:
-        """Return a sender that reduces the messages of `flat` over a communicator, overlapped.
+        """Return a sender that reduces the messages of `flat` while the training computes.
 
         Collective over: `over`; in the same order on all its ranks, before any message is sent.
 
@@ -201,9 +202,9 @@ class Grid:
         self.encoded.reset()
 
     def free(self) -> None:
-        """Free all communicators, once the overlapped reductions are done and their threads ended.
+        """Free all communicators once the threads of overlapped reductions have ended.
 
-        No message can follow.
+        No messages can be sent afterwards.
 
         Collective over: world.
         """
@@ -256,6 +257,6 @@ def _groups(world: MPI.Intracomm, tp_plan: TensorParallelPlan) -> dict[str, MPI.
 
 
 def _senders(trace: Trace) -> tuple[Combiner, Encoded, Buffers]:
-    """Return the objects that send messages, in their initial state."""
+    """Return the objects that send messages, in their initial states."""
     direct = cuda_aware()
     return Combiner(trace), Encoded(direct), Buffers(trace, direct)

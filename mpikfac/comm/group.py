@@ -17,7 +17,7 @@ from mpikfac.trace import Trace
 
 Call = Callable[[Any, Any], None]
 FIRST = 16
-"""The first exchanges of rows in which a group compares whether they require gradients."""
+"""In how many of its first exchanges of rows a group compares whether they require gradients."""
 
 
 class Group:
@@ -67,12 +67,12 @@ class Group:
                 )
 
     def check_gradients(self, x: Tensor) -> None:
-        """Check in the first exchanges that either all members' tensors require gradients or none.
+        """Check in the first exchanges that all or none of the members' tensors need gradients.
 
         Collective over: group.
 
         Raises:
-            UserError: only some do; the backward pass of those members would wait forever.
+            UserError: only some do; those members would wait forever in the backward pass.
         """
         if self.size == 1 or self._compared == FIRST:
             return
@@ -96,7 +96,7 @@ class Group:
         return _joined(received, dim)
 
     def gather_rows(self, x: Tensor, counts: Sequence[int], stage: str) -> Tensor:
-        """Return the rows of all members, ordered by member; `counts` has those of each member.
+        """Return the rows of all members, ordered by member; `counts` are their numbers of rows.
 
         Collective over: group.
         """
@@ -175,7 +175,7 @@ class Group:
 
 
 def _elements_per_row(x: Tensor) -> int:
-    """Return the elements of a row, or its bytes if MPI does not know the dtype."""
+    """Return the number of elements in a row, or of bytes if MPI does not know the dtype."""
     return math.prod(x.shape[1:]) * (1 if x.dtype in SUMMABLE else x.itemsize)
 
 

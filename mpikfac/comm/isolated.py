@@ -1,4 +1,4 @@
-"""Measure the collectives of a plan in isolation: the same messages, without computation."""
+"""Measure a plan's collectives in isolation: the same messages, but without computation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 def isolated_seconds(grid: Grid, plan: RankPlan, device: torch.device) -> dict[str, float]:
     """Return, by stage, the seconds that the messages of a step take in isolation.
 
-    The messages are sent one after another, from scratch buffers, over the communicators of the
+    The messages are sent one after another, from scratch buffers, over the same communicators as in
     training. All ranks start together, and a time is the median of five repetitions. With
     `stagger`, it is the mean over the rounds of a refresh. Messages to and from curvature servers
     and parameter servers are not measured.
@@ -67,7 +67,7 @@ def _seconds(
 
 
 def _numbers(plan: RankPlan, messages: Sequence[Message], device: torch.device) -> Tensor:
-    """Return random values in place of the stage's arena, up to the end of the last message."""
+    """Return random values to replace the stage's arena, up to the end of the last message."""
     sizes = plan.itemsizes
     size = sizes.bases if messages[0].stage == names.PUBLISH_BASES else sizes.numbers
     last = max(stop for message in messages for _, stop in message.spans)

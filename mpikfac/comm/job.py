@@ -1,4 +1,4 @@
-"""Examine the job: its launcher, nodes and GPUs, the features of its MPI, and ranks that died."""
+"""Examine the job: its launcher, nodes and GPUs, MPI's features, and ranks that have died."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def world() -> MPI.Intracomm:
     Collective over: none.
 
     Raises:
-        SystemExit: with code 2, after one line that gives the reason: a launcher started N jobs of
-            size 1, or this is a worker process, such as one of a data loader.
+        SystemExit: with code 2, after one line with the reason: a launcher started N jobs of size
+            1, or this is a worker process, such as a data loader's.
     """
     comm = MPI.COMM_WORLD
     for size_name, rank_name in LAUNCHERS:
@@ -102,9 +102,9 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
     if kind == "cpu" or (kind == "auto" and maker is None):
         return torch.device("cpu")
     if maker is None:
-        raise ValueError(f"device={kind!r} but torch finds no GPU; use device='cpu'")
+        raise ValueError(f"device={kind!r}, but torch finds no GPU; use device='cpu'")
     if kind not in ("auto", maker.kind):
-        raise ValueError(f"device={kind!r} but torch finds a GPU of the name {maker.kind!r}")
+        raise ValueError(f"device={kind!r}, but torch finds a GPU named {maker.kind!r}")
     chosen = torch.device(maker.kind, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(chosen.index)
     return chosen
@@ -116,7 +116,7 @@ def cuda_aware() -> bool:
     if override is not None:
         return override == "1"
     maker = _maker()
-    if maker is None:  # MPI returns true wherever it can load a driver
+    if maker is None:  # without a GPU, MPI returns true if it can load a driver
         return False
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}
@@ -131,7 +131,7 @@ def _maker() -> Maker | None:
 
 
 def lowest_in_node(comm: MPI.Intracomm) -> int:
-    """Return the lowest of the ranks that share memory with this rank.
+    """Return the lowest rank that shares memory with this rank.
 
     Collective over: comm.
     """
@@ -174,8 +174,8 @@ def check_survivable() -> None:
         return
     library = MPI.Get_library_version().split(",")[0].strip()
     raise ValueError(
-        f"a job of {library}, started like this, ends when a rank dies; use Open MPI 5 and start "
-        f"it with mpirun --with-ft ulfm"
+        f"a job under {library}, started like this, ends when a rank dies; use Open MPI 5, started "
+        f"with mpirun --with-ft ulfm"
     )
 
 

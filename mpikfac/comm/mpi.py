@@ -1,4 +1,4 @@
-"""Start MPI when a program first uses it, in `world()`, not on import.
+"""Start MPI when a program first uses it, in `world()`, and not on import.
 
 If no MPI library is found, a stand-in with a single rank takes its place.
 """
@@ -21,7 +21,7 @@ LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("SLURM_NTASKS", "SLURM_PROCID"),
 )
-"""The environment variables in which launchers pass the number of ranks, and the rank."""
+"""The environment variables in which launchers pass the number of ranks and the rank."""
 
 
 class _Done:
@@ -119,9 +119,9 @@ class _OnDemand:
 
 
 def _refuse_in_worker() -> None:
-    """Refuse to start MPI in a rank's worker process, which would join the job a second time.
+    """End a rank's worker process that would start MPI and thus join the job a second time.
 
-    The server process of `forkserver`, although not a worker, runs the main program under another
+    The server process of `forkserver` is not a worker, but runs the main program under another
     name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Connect clients, which compute updates, to servers, which store the weights.
+"""Connect clients, which compute updates, with servers, which store the weights.
 
 A client sends a request to a server and waits for the answer. A server answers in order of arrival.
 Tensors are sent in non-blocking messages.
@@ -17,7 +17,7 @@ from mpikfac.comm.curvature_servers import begin_receive, begin_send
 from mpikfac.comm.job import survives, tells_of_loss
 from mpikfac.comm.mpi import MPI
 
-PAUSE = 2e-4  # seconds between two checks for a message: polling would take up a core
+PAUSE = 2e-4  # seconds between two checks for a message; polling would occupy a core
 PUSH, GIVE, FETCH, HOLD, MEET, SAVE, LOAD = range(7)
 """Message tags. A client uses PUSH to send an update and get weights, GIVE to send an update only,
 FETCH to get weights only, HOLD to wait for the end of the warm start, MEET to wait for all clients,
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 
 
 def joined(link: MPI.Intercomm, serves: bool) -> MPI.Intracomm:
-    """Return a communicator of all clients, followed by all servers.
+    """Return a communicator of all clients followed by all servers.
 
     Collective over: the link, on both sides.
     """
@@ -119,7 +119,7 @@ def receive_request(link: MPI.Intercomm, client: int, tag: int) -> Request:
 
 
 def lost_ranks(link: MPI.Intercomm) -> list[int]:
-    """Return the ranks of the other side that have died, as far as MPI knows.
+    """Return the ranks on the other side that have died, as far as MPI knows.
 
     Collective over: none.
     """
@@ -133,7 +133,7 @@ def lost_ranks(link: MPI.Intercomm) -> list[int]:
 def answer(
     link: MPI.Intercomm, client: int, tag: int, weights: Sequence[Tensor], words: Answer
 ) -> None:
-    """Send a client a shard of the weights and an answer, or only the answer.
+    """Send a client a shard of the weights, unless `weights` is empty, and an answer.
 
     Collective over: none; the client waits.
     """

@@ -31,7 +31,7 @@ LONG = 10.0  # seconds in a step before a rank sends its position
 WAIT = 60.0  # seconds; the ranks of a job can finish at different times
 LEAVE = 2.0  # seconds for all ranks to write their stack traces
 TIMEOUT = "MPIKFAC_WATCHDOG_TIMEOUT"
-"""The environment variable with the number of seconds without a step after which a job ends."""
+"""The environment variable for the timeout: a job ends after this many seconds without a step."""
 
 
 class Place(NamedTuple):
@@ -40,7 +40,7 @@ class Place(NamedTuple):
     Attributes:
         trainer: the number of the trainer that takes the step, or -1 at the end of the program.
         arguments: the arguments of the step on which ranks must agree, as text.
-        met: whether all ranks of the job take the step.
+        met: whether all ranks of the job take part in the step.
     """
 
     trainer: int
@@ -68,7 +68,7 @@ class WatchedSteps:
     def __init__(self, comm: Comm, name: str) -> None:
         """Register a trainer with the rank's watch.
 
-        Collective over: comm; for the first trainer that has all ranks of the job, world.
+        Collective over: comm; for the first trainer that comprises all ranks of the job, world.
 
         Args:
             comm: the ranks that train together.
@@ -99,7 +99,7 @@ class WatchedSteps:
             given = ", ".join(f"{name}={text}" for name, text in texts.items())
             raise UserError(
                 f"step {step} of {self._name}: another rank sends messages of a different size; "
-                f"call step() with the same arguments on all ranks, on this rank: {given}"
+                f"call step() with the same arguments on all ranks; this rank has {given}"
             ) from error
         finally:
             self._watch.move(None)
@@ -126,10 +126,10 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="mpikfac watch", daemon=True)
 
     def start(self, met: bool) -> None:
-        """Register a trainer; start the thread for the first one that needs it.
+        """Register a trainer; start the thread if this is the first trainer that needs it.
 
         Args:
-            met: whether all ranks of the job take the trainer's steps.
+            met: whether all ranks of the job take part in the trainer's steps.
         """
         self.trainers += 1
         self.move(None)
@@ -147,7 +147,7 @@ class Watch:
         self._place = place
 
     def _on_failure(self, report: Callable[..., None], *failure: Any) -> None:
-        """Record that an exception ends the program, and call the previous hook `report`."""
+        """Record that an exception ends the program, and call `report`, the previous hook."""
         self._failed = True
         report(*failure)
 
@@ -196,8 +196,8 @@ class Watch:
         rank, previous, before = MPI.COMM_WORLD.rank, self._previous, self._before
         if before == ENDED:
             _abort(
-                f"rank {previous} has ended, and rank {rank} waits in {place}; unless it has "
-                f"failed, give all ranks the same number of steps"
+                f"rank {previous} has ended, and rank {rank} waits in {place}; unless rank "
+                f"{previous} has failed, give all ranks the same number of steps"
             )
         if before is not None and before.meets(place):
             for name, text in place.arguments.items():
@@ -212,7 +212,7 @@ class Watch:
             _print(
                 f"rank {rank} has waited in {place} for {WAIT:g} s, and rank {previous} has not "
                 f"reached it; if rank {previous} waits elsewhere, call the same methods on all "
-                f"ranks; {TIMEOUT}=600 ends such a job with the stacks of all ranks"
+                f"ranks; {TIMEOUT}=600 ends such a job and prints the stacks of all ranks"
             )
 
     def _end_at_limit(self, place: Place | None) -> NoReturn:
@@ -248,9 +248,9 @@ class Watch:
         sent = self._ring.isend(tuple(ENDED), (self._ring.rank + 1) % self._ring.size)
         if not any(self._previous_ended() for _ in looks(WAIT)):
             _print(
-                f"rank {self._ring.rank} has ended, and rank {self._previous} has not for "
-                f"{WAIT:g} s; if it waits for this rank, give all ranks the same number of steps "
-                f"and the same calls, and end the job"
+                f"rank {self._ring.rank} ended {WAIT:g} s ago, but rank {self._previous} has not; "
+                f"if it waits for this rank, end the job, and give all ranks the same number of "
+                f"steps and the same calls"
             )
             while not self._previous_ended():
                 time.sleep(0.1)
@@ -292,6 +292,6 @@ def _abort(text: str) -> None:
 
 
 def _print(text: str) -> None:
-    """Print in a single write, because a launcher can insert its own notes between two."""
+    """Print in a single write, because a launcher can insert its own output between two writes."""
     end = "" if text.endswith("\n") else "\n"
     print(f"mpikfac: {text}{end}", end="", file=sys.stderr, flush=True)

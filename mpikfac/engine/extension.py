@@ -1,4 +1,4 @@
-"""Attachments: what a method adds to the steps of a trainer, without branches in the step.
+"""Attach what a method adds to a trainer's steps, without branches in the step.
 
 A method's type creates its part of the trainer, and imports the part's module only when a run uses
 the method, so the step does not depend on the methods in `lab`.
@@ -17,7 +17,7 @@ from mpikfac.engine.site import Site
 
 
 class OneModel(Part):
-    """The base class of exchanges: all ranks step one model, and only reductions are exchanged.
+    """The base class of exchanges, in which all ranks step one model and exchange only reductions.
 
     Subclasses override the hooks of a step: `begin_step`, `before_update` (not called in steps that
     ranks skip) and `end_step`.
@@ -35,7 +35,7 @@ class OneModel(Part):
 
     @property
     def follows(self) -> bool:
-        """Whether the trainer's ranks act on the votes of the step."""
+        """Whether the trainer's ranks act on the votes after a step."""
         return self.heard
 
     def report_loss(self, loss: float | Tensor) -> None:
@@ -74,7 +74,7 @@ class OneModel(Part):
         """
 
     def shared(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of the state; items that differ between ranks name the rank."""
+        """Return this rank's part of the state, with the rank in the names of items that differ."""
         return state
 
     def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ def slots_in(arena: Arena, blocks: Iterable[Block], site: Site) -> list[Slot]:
 
 
 def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
-    """Return the views in which sums become means; a robust rule needs undivided vectors."""
+    """Return the views in which sums become means; a robust rule's vectors stay undivided."""
     if plan.strategy.sync.aggregation.sums:
         return [arena.flat]
     return [arena[name] for name in plan.means]
@@ -75,7 +75,7 @@ class EarlyReader(Reader):
 
     def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
         super().__init__(slots, sender)
-        self._made: Counter[str] = Counter()  # gradients of a block that the pass has computed
+        self._made: Counter[str] = Counter()  # gradients computed by the pass, by block
         # Gradients that have been sent, and their versions, by the parameter's id.
         self._sent: dict[int, tuple[Tensor | None, int]] = {}
         own = ref(self)  # a model can outlive the trainer
@@ -133,7 +133,7 @@ class EarlyReader(Reader):
             if parameter.grad is not gradient or _version(gradient) != version:
                 raise ValueError(
                     f"the gradient of {slot.block.name!r} was changed after the backward pass; "
-                    f"with overlap=True the gradient was sent before: clip by step(max_norm=...)"
+                    f"with overlap=True, it had already been sent: clip with step(max_norm=...)"
                 )
 
 
@@ -162,10 +162,10 @@ class Gradients:
         sender: reduces the arena over ranks; an extension can replace it.
         broken: the names of blocks whose average contains NaN or infinity, among those that this
             rank steps; the step does not change them.
-        shortened: the factor by which `max_norm` scales gradients in the step, `[]`; 1.0 without
-            a bound.
-        weight: the weight of the rank in averages; its mean over ranks is 1.
-        weight_of_statistics: a weight of the rank's statistics, in addition to their numbers of
+        shortened: the factor by which `max_norm` scales the gradients of the step, `[]`; 1.0
+            without a bound.
+        weight: the rank's weight in averages; its mean over ranks is 1.
+        weight_of_statistics: the weight of the rank's statistics, in addition to their numbers of
             examples.
         counts: the batch counts of normalisation layers, for batches in parts.
     """
@@ -217,12 +217,12 @@ class Gradients:
         changed = self.trained.changed()
         if changed:
             self.trained.leave_changed()
-            self._reader.abort_batch()  # so that leftover gradients are not an error
+            self._reader.abort_batch()  # so that leftover gradients raise no error
         self.votes.mark(values, changed)
         return changed
 
     def look_at_parts(self, values: object) -> None:
-        """Vote again, in all accumulated parts, with values that are only known in the step."""
+        """Vote again, in all accumulated parts, with values that only the step knows."""
         self.votes.mark(values, self.trained.changed())
         votes = self.sender.accumulated[..., self.arena.span(self.votes.name)]
         self.votes.counted(votes).copy_(self.votes.counted(self.votes.tensor))
@@ -242,7 +242,7 @@ class Gradients:
             self._reader.read()
 
     def accumulate(self) -> None:
-        """Store the gradients of a part of the local batch, and get ready for the next part."""
+        """Store the gradients of a part of the local batch, and prepare for the next part."""
         self.read()
         self.sender.accumulate()
         self.counts.accumulate()
@@ -298,9 +298,9 @@ class Gradients:
     # -- averages --------------------------------------------------------------------------------
 
     def average(self) -> None:
-        """Average the arena over ranks, on all of them, or each block only on its updater.
+        """Average the arena over ranks, either on all ranks or each block only on its updater.
 
-        Collective over: world; or the ranks that step the same replica of the model, or none.
+        Collective over: world, or the ranks that step the same replica of the model, or none.
 
         Raises:
             ValueError: parts of the batch are missing.
@@ -313,7 +313,7 @@ class Gradients:
         return not not_finite({b.name: self.arena[b.name] for b in self.blocks if b.parameters})
 
     def check(self, step: int) -> None:
-        """Find the `broken` blocks, without a message: one rank's NaN makes the sum NaN.
+        """Find the `broken` blocks without a message, because one rank's NaN makes the sum NaN.
 
         The host reads all flags of the step, and the votes if this rank has their means.
 
@@ -401,8 +401,8 @@ def check_weighable(examples: int, strategy: Strategy) -> None:
     """Check that ranks can weight gradients before the reduction.
 
     Raises:
-        ValueError: `examples` is not a number of examples, or gradients are not reduced, or are
-            sent before the weight is known.
+        ValueError: `examples` is not a number of examples, or gradients are not reduced, or they
+            are sent before the weight is known.
     """
     check_count("examples", examples, 0)
     transport, sync = strategy.transport, strategy.sync

@@ -1,8 +1,9 @@
 """Methods: how a trainer turns averaged gradients into directions.
 
-A `Method` takes the steps of a model with its current layers. A `MethodFactory` holds the user's
-choices and creates the method, and creates it again after each change of the trained parameters.
-Both base classes implement first-order training, in which averaged gradients are the directions.
+A `Method` takes steps with the model's current layers. A `MethodFactory` holds the user's
+choices and creates the method, once at the start and again after each change of the trained
+parameters. Both base classes implement first-order training, in which averaged gradients are the
+directions.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Method:
 
 @dataclass(frozen=True)
 class CoveredModel:
-    """The tensors of a model, as covered by a method.
+    """A model's tensors, as covered by a method.
 
     Attributes:
         uncovered: the uncovered tensors and the votes.
@@ -136,7 +137,7 @@ class CoveredModel:
 
 
 class MethodFactory:
-    """The user's choices, from which a method is created for the model's current layers."""
+    """The user's choices, from which the method for the model's current layers is created."""
 
     momentum: float | Schedule = 0.0
     """The momentum that the method applies to averaged gradients."""
@@ -155,7 +156,7 @@ class MethodFactory:
         """Plan the communication, and check that choices, ranks and optimizer are compatible.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they are not.
         """
         shapes, means = model.of_uncovered()
         ranks, itemsize, split = team.trains.size, model.dtype.itemsize, model.split

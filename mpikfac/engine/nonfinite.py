@@ -1,6 +1,7 @@
-"""Count and report values that are not finite, and warn about values that are rounded too much.
+"""Count and report non-finite values, and warn about settings that are probably unintended.
 
-On a GPU, whether values are finite stays on the device until the host has to wait for it anyway.
+On a GPU, the flags that tell whether values are finite stay on the device until the host has to
+wait for it anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ log = logging.getLogger("mpikfac")
 
 
 class Nonfinite:
-    """Count values that are not finite, among those for which this rank is responsible.
+    """Count the non-finite values among those for which this rank is responsible.
 
     Attributes:
         counts: the counts by kind: "gradient", "statistics", "scales", "decomposition".
@@ -53,7 +54,7 @@ class Nonfinite:
             tried: the names of the kind that were due at `step`; all if None.
 
         Raises:
-            UserError: a name was not finite more than `TOLERATED` times in a row.
+            UserError: a value was not finite more than `TOLERATED` times in a row.
         """
         before = self._streaks.get(kind, {})
         if not names and not before:
@@ -65,13 +66,14 @@ class Nonfinite:
         for name, times in streaks.items():
             if times > TOLERATED:
                 raise UserError(
-                    f"rank {self.rank}, step {step}: not finite {times} times in a row: the {kind} "
-                    f"of {name!r}; check the losses, or try a smaller learning rate or more damping"
+                    f"rank {self.rank}, step {step}: NaN or infinity {times} times in a row in the "
+                    f"{kind} of {name!r}; check the losses, or try a smaller learning rate or more "
+                    f"damping"
                 )
         if begun := [name for name in names if name not in before]:
             further = f" and {len(begun) - 1} more" if len(begun) > 1 else ""
             log.warning(
-                "rank %d, step %d: not finite: the %s of %r%s; %s",
+                "rank %d, step %d: NaN or infinity in the %s of %r%s; %s",
                 *(self.rank, step, kind, begun[0], further, instead),
             )
 
@@ -98,7 +100,7 @@ class Flags:
 
 
 class Cautions:
-    """Warn about settings and layers that work but that the user may not have intended."""
+    """Warn about settings and layers that work but may not be what the user intended."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -124,7 +126,7 @@ class Cautions:
             self._once(
                 "large factors",
                 "layer %r at step %d: float32 rounds the factors of such large inputs and "
-                "gradients by more than damping=%g covers, so directions can be wrong; normalise "
+                "gradients by more than damping=%g, so directions may be wrong; normalise "
                 "the inputs, or use more damping, or a model in float64",
                 *(layers[0], step, damping),
             )
@@ -133,10 +135,10 @@ class Cautions:
         """Warn about a layer that has a gradient, but no call that K-FAC has recorded."""
         self._once(
             f"unseen {layer.name}",
-            "layer %r has a gradient, and K-FAC saw no call of the module in train() mode whose "
-            "outputs count: without statistics, K-FAC does not change the direction of its "
-            "gradient; call the module itself in train() mode, pass all heads to record() if "
-            "fisher_type needs it, or train it first-order with %s",
+            "layer %r has a gradient, but K-FAC saw no call of the module in train() mode whose "
+            "outputs count, and without statistics does not change the direction of the gradient; "
+            "call the module itself in train() mode, pass all heads to record() if fisher_type "
+            "needs it, or train the layer first-order with %s",
             *(layer.name, skipping([layer.path])),
         )
 

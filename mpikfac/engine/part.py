@@ -1,4 +1,4 @@
-"""Parts of a step that have a state: a part lists its items, and everything else follows.
+"""Parts of a step that have a state; each lists its items, and everything else follows from them.
 
 The state of a run is the union of all ranks' parts of it. The list of items determines what a rank
 saves, which names a complete state has, what a rank needs from a state, and what it adopts when
@@ -65,7 +65,7 @@ class Part:
         return ()
 
     def marks(self) -> dict[str, Any]:
-        """Return the values and texts that the state has in addition to the items."""
+        """Return the plain values that the state has in addition to the items."""
         return {}
 
     def in_state(self, names: Collection[str]) -> Iterable[Item]:
@@ -117,7 +117,7 @@ class Part:
 
 
 class PreconditionerPart(Part):
-    """What a preconditioner records about a batch in addition to factors.
+    """A part that records more about a batch than its factors, for a preconditioner.
 
     `Preconditioner.attach` creates it from the `Bases`.
     """
@@ -128,7 +128,7 @@ class PreconditionerPart(Part):
         Collective over: none.
 
         Args:
-            x: the inputs, as in the sums of factors.
+            x: the inputs, as in the sums for factors.
             g: the gradients at the layer's outputs.
             weight: the weight of the call.
         """
@@ -148,7 +148,7 @@ class PreconditionerPart(Part):
         Collective over: world.
 
         Args:
-            statistics: the rank's sums for factors, and numbers of examples.
+            statistics: the rank's sums for factors, and their numbers of examples.
             of_loss: whether gradients are those of the loss, a mean over the batch.
             weight: the weight of the rank's examples.
         """
@@ -168,7 +168,7 @@ class PreconditionerPart(Part):
 
 
 def handed_on(comm: Comm, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
-    """Copy tensors whose name and shape stay the same, also between ranks; return their names.
+    """Copy tensors whose name and shape stay the same, even between ranks; return their names.
 
     Collective over: comm.
     """

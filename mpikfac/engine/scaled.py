@@ -25,7 +25,7 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
     if is_unscaled(scaler, optimizer):
         raise ValueError(
             "step(scaler) unscales gradients, which scaler.unscale_ has already done; leave out "
-            "scaler.unscale_, and clip by step(max_norm=...)"
+            "scaler.unscale_, and clip with step(max_norm=...)"
         )
     if gradients.plan.strategy.transport.overlap:
         raise ValueError(
@@ -38,9 +38,10 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
 def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
     """Average gradients of a scaled loss; return whether the gradients of all ranks are finite.
 
-    A rank whose gradients have NaN or infinity, or with `finite` False, sends only NaN, so every
-    rank that receives a part of the sum notices; ranks without a part are notified. The scaler gets
-    the same result on all ranks, or one result per rank if ranks step replicas of the model.
+    A rank whose gradients have NaN or infinity, or for which `finite` is False, sends only NaN,
+    which every rank that receives a part of the sum detects; ranks without a part are notified. The
+    scaler gets the same result on all ranks, or one result per rank if ranks step replicas of the
+    model.
 
     Collective over: as in `Gradients.average`; also world if a rank steps nothing.
     """
@@ -61,7 +62,7 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
 
 
 def _spoil(gradients: Gradients, accumulated: Tensor) -> None:
-    """Fill everything that is sent with NaN; of the votes, only SKIP."""
+    """Fill everything that is sent with NaN, except the votes, of which only SKIP is set to NaN."""
     for block in gradients.blocks:
         values = accumulated[..., gradients.arena.span(block.name)]
         (values[..., SKIP] if isinstance(block, Votes) else values).fill_(torch.nan)

@@ -23,7 +23,7 @@ class Site:
         plan: roles, layouts and messages, from the rank's point of view.
         grid: the communicators.
         dtype: the dtype of statistics, gradients and directions.
-        nonfinite: counts values that are not finite.
+        nonfinite: counts non-finite values.
         flags: values on the device that the host reads together.
     """
 

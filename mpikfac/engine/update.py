@@ -1,4 +1,4 @@
-"""Clip and step the model, either on every rank or with each owner stepping its own blocks."""
+"""Clip and step the model, on every rank or with each owner stepping its own blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Everyone:
     """The base class: every rank has all averaged gradients, and steps all blocks.
 
     Attributes:
-        writes: what the program writes to weights between steps, if a step would hide it; None if
-            ranks keep what they have written.
+        writes: finds what the program writes to weights between steps, if a step would hide it;
+            None if ranks keep what they have written.
     """
 
     writes: Writes | None = None
@@ -118,7 +118,7 @@ class Owners(Everyone):
         try:
             super().step(optimizer)
             self._publish()
-        finally:  # what an interrupted step has written was not the program
+        finally:  # the step itself, even if interrupted, wrote these weights
             if self.writes is not None:
                 self.writes.note()
 

@@ -5,7 +5,7 @@ Import it to make its methods available by name: types of `Strategy`, and named 
     import mpikfac.lab
     strategy, settings = mpikfac.get_strategy("parle")
 
-The core does not import the lab, whose interface can change at any time. Code that takes part in
+The core does not import the lab, whose interface can change at any time. Code that runs during
 training is imported on first use, so planning imports neither torch nor MPI.
 """
 

@@ -38,7 +38,7 @@ def _robust(aggregation: Aggregation) -> Strategy:
 NAMED |= {
     "dgc": Named(
         "COMM-OPT in which a rank sends only the largest thousandth of the gradients; the others "
-        "wait and accumulate momentum, and the optimizer has no momentum",
+        "wait and accumulate momentum, which replaces the optimizer's",
         "DGC, Lin et al. 2018",
         "2 (P-1)/P 4T + (P-1)/P 4F + (P-1) 0.008N - 2 (P-1)/P 4N",
         Strategy(CommOpt(), compression=Compression(gradients=TopK(ratio=0.001, momentum=0.9))),
@@ -111,8 +111,8 @@ NAMED |= {
         same=False,
     ),
     "parle": Named(
-        "Each rank steps a replica of the model; after 25 steps a replica moves to the average of "
-        "its steps and towards the mean of all averages",
+        "Each rank steps a replica of the model; every 25 steps, each replica moves to the average "
+        "of its steps and towards the mean of all averages",
         "Parle, Chaudhari et al. 2018",
         "2 (P-1)/P 4T + (P-1)/P 4F - 24/25 2 (P-1)/P 4N",
         Strategy(CommOpt(), sync=Parle()),
@@ -133,7 +133,7 @@ NAMED |= {
         same=False,
     ),
     "krum": Named(
-        "The gradient of the rank whose neighbours are nearest replaces the mean",
+        "The one of all ranks' gradients that is nearest to its neighbours replaces the mean",
         "Blanchard et al. 2017",
         COMM_OPT_COST,
         _robust(Krum(num_byzantine=1)),
@@ -163,8 +163,8 @@ NAMED |= {
         same=False,
     ),
     "curvature-servers": Named(
-        "COMM-OPT on all ranks but one, to which owners send factors and which sends back their "
-        "bases, which are used one step later; `P` ranks train",
+        "COMM-OPT on all ranks but one, which decomposes the factors that owners send to it; the "
+        "bases that it returns are used one step later; `P` ranks train",
         "LBANN",
         "2 (P-1)/P 4T + (4T/P + (P-1)/P 4F) + 0",
         Strategy(CommOpt(), refresh=CurvatureServers()),

@@ -1,4 +1,4 @@
-"""Measure the sizes of layers' calls in a pass, as they enter the statistics of factors."""
+"""Measure the sizes of layers' calls in a pass, on which the statistics of factors depend."""
 
 from __future__ import annotations
 

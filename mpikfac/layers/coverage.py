@@ -1,4 +1,4 @@
-"""Select the modules of a model that K-FAC covers, the form of their factors, and other tensors."""
+"""Select the modules that K-FAC covers and the form of their factors; find all other tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mpikfac.plan import LayerShape, Shape, default_rule
 
 Rule = Callable[[LayerShape], LayerShape]
 Ties = Mapping[int, Sequence[str]]
-"""The names of shared parameters in all modules that have them, by `id`."""
+"""The names of shared parameters in all modules that use them, by `id`."""
 NAMES = ("skip", "own_examples", "part_of_batch")
-"""The arguments that are names of modules."""
+"""The arguments that contain names of modules."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ class Coverage:
     Args:
         skip: names of modules to train first-order, including all modules inside.
         covers: the kind of layer for each class of modules, or for the full name of the class.
-            `KINDS`: linear layers, convolutions, embeddings and attention. `{**KINDS, **NORMS}`
-            also covers normalisations. Add your own modules in the same way; see `layers`.
-        rule: a function that maps the full factors of a layer to the factors that are kept: only
+            The default, `KINDS`, covers linear layers, convolutions, embeddings and attention.
+            `{**KINDS, **NORMS}` also covers normalisations. Add your own modules in the same way;
+            see `layers`.
+        rule: a function from a layer's full factors to the factors that are kept, such as only
             diagonals or blocks, or only one side; it can also set how positions that share a weight
             are counted, and the layer's preconditioner, if it differs from the run's.
         own_examples: names of modules, including all modules inside, whose first input dimension is
@@ -41,8 +42,8 @@ class Coverage:
             count as the examples of the layers, and K-FAC does not warn about their number. The
             loss is a mean over them.
         part_of_batch: names of modules, including all modules inside, whose calls receive a part of
-            the batch, such as experts, early exits or masked words. The loss is a mean over the
-            whole batch, whose number of examples is that of the other layers.
+            the batch, such as experts, early exits or masked tokens. The loss is a mean over the
+            whole batch, whose number of examples is taken from the other layers.
 
     Raises:
         ValueError: a sequence of names is a string.
@@ -66,11 +67,11 @@ def cover(
     coverage: Coverage | None = None,
     statistics_dtype: torch.dtype | None = None,
 ) -> tuple[list[Layer], list[Other]]:
-    """Return the covered layers, and uncovered trained tensors and statistics, in model order.
+    """Return the covered layers, and uncovered parameters and running statistics, in model order.
 
-    Modules of the types in `covers` are covered, except modules without trained parameters, and
-    modules named in `skip` or inside one that is. Modules with the same parameters are a single
-    layer if they compute the same. Other modules that share a parameter are not covered.
+    Modules of the types in `covers` are covered, except those without trained parameters, and those
+    that are named in `skip` or inside a module that is. Modules with the same parameters are a
+    single layer if they compute the same. Other modules that share a parameter are not covered.
 
     Args:
         statistics_dtype: inputs of convolutions are rounded to this dtype before multiplying.
@@ -116,7 +117,7 @@ def cover(
 
 
 def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
-    """Return the layers that contain all uses of their parameters, and the ties of the others.
+    """Return the layers that contain all uses of their parameters, and the ties of other ones.
 
     A gradient is the sum over all uses of a parameter, such as a weight that the embedding shares
     with the head; factors of only some of the uses are not the curvature of the sum.
@@ -138,7 +139,7 @@ def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer
 
 
 def _ruled(rule: Rule, shape: LayerShape) -> LayerShape:
-    """Return the shape of a layer after the rule.
+    """Return a layer's shape after applying the rule.
 
     Raises:
         ValueError: the rule keeps something that the layer does not have.
@@ -153,7 +154,7 @@ def _ruled(rule: Rule, shape: LayerShape) -> LayerShape:
     if changed:
         field = changed[0]
         raise ValueError(
-            f"the rule makes {field}={getattr(ruled, field)!r} of layer {shape.name!r}, which has "
+            f"the rule sets {field}={getattr(ruled, field)!r} for layer {shape.name!r}, which has "
             f"{getattr(shape, field)!r}"
         )
     return ruled
@@ -218,7 +219,7 @@ def find_uncovered(
 def covered_shapes(
     model: nn.Module, coverage: Coverage | None = None
 ) -> tuple[list[LayerShape], list[tuple[str, Shape]]]:
-    """Return a model's layer shapes, and names and shapes of uncovered tensors, for `make_plan`."""
+    """Return layer shapes, and the names and shapes of uncovered tensors, for `make_plan`."""
     layers, others = cover(model, coverage)
     others.append(Votes(torch.float32, torch.device("cpu")))
     return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]

@@ -1,4 +1,4 @@
-"""Describe embeddings as matrices: inputs are unit vectors, so A is a diagonal of frequencies."""
+"""Describe embeddings as matrices: inputs are unit vectors, so A is diagonal, with frequencies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EmbeddingLayer(Layer):
         super().__init__(name, module)
 
     def whole_shape(self) -> LayerShape:
-        """Return the shape: a diagonal of frequencies, and a factor of the order of a vector.
+        """Return the shape: a diagonal of frequencies, and a factor of order `embedding_dim`.
 
         The gradient of an example would be as large as the weight and nearly all zeros, so
         per-example gradients are never computed (`rescaled=False`).
@@ -61,7 +61,7 @@ class EmbeddingLayer(Layer):
     def projections(
         self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return rows of `of_inputs`, which are unit vectors times it, and projections of `g`."""
+        """Return rows of `of_inputs`, its products with unit vectors, and projections of `g`."""
         rows = of_inputs[0].clone()
         if self.module.padding_idx is not None:
             rows[self.module.padding_idx] = 0
@@ -69,7 +69,7 @@ class EmbeddingLayer(Layer):
         return rows[x.flatten()], vectors @ of_outputs[0]
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the unit vectors, which take `inputs` values per position, and gradients."""
+        """Return the unit vectors, which take `inputs` elements per position, and the gradients."""
         entries, count = x.reshape(len(x), -1), len(self.module.weight)
         units = F.one_hot(entries, count).to(g.dtype)
         if self.module.padding_idx is not None:
@@ -78,7 +78,7 @@ class EmbeddingLayer(Layer):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype of counts; bfloat16 has too few digits for counts."""
+        """Return the dtype of counts, for which bfloat16 has too few digits."""
         return torch.promote_types(self.module.weight.dtype, torch.float32)
 
     def arranged(self, parameter: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""List the kinds of layers, by the class of the module or by its full name."""
+"""List the kinds of layers by the class of the module, or by the full name of the class."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS: Kinds = {
     "transformers.pytorch_utils.Conv1D": TransposedLayer,
     "timm.layers.linear.Linear": Layer,
 }
-"""The kinds of modules covered by default. Modules of a derived class are not covered, because it
+"""The kinds of modules covered by default. Modules of derived classes are not covered, because they
 can compute something else."""
 
 NORMS: Kinds = dict.fromkeys(
@@ -43,8 +43,8 @@ NORMS: Kinds = dict.fromkeys(
 
 
 SIDE_BY_SIDE = {Layer, TransposedLayer, ProjectionLayer, CellLayer, ConvLayer}
-"""Layers whose moment of one side depends only on that side's tensor, so layers of one form can be
-the groups of a layer. Derived classes are kept separate: they can compute something else."""
+"""Layers whose moment of a side depends only on that side's tensor, so layers of the same form can
+be the groups of one layer. Derived classes are left out, as they can compute something else."""
 
 
 def maker_of(module: nn.Module, covers: Kinds) -> Maker | None:
@@ -59,7 +59,7 @@ NEVER_CALLED = (NonDynamicallyQuantizableLinear,)  # an attention multiplies by 
 
 
 def same_as(module: nn.Module, covers: Kinds) -> bool:
-    """Return whether an uncovered module computes the same as a covered class, by inheritance."""
+    """Return whether an uncovered module inherits all that it computes from a covered class."""
     kind = type(module)
     base = covered_base(kind, covers)
     if base is None or maker_of(module, covers) or kind in NEVER_CALLED:
@@ -68,7 +68,7 @@ def same_as(module: nn.Module, covers: Kinds) -> bool:
 
 
 def offer(kind: type[nn.Module], covers: Kinds) -> str:
-    """Return the argument of `KFAC` that covers a class computing the same as a covered one."""
+    """Return the argument of `KFAC` that covers a class that computes the same as a covered one."""
     base, derived = covered_base(kind, covers), kind.__name__
     assert base is not None
     (table, *_) = [name for name, kinds in (("KINDS", KINDS), ("NORMS", NORMS)) if base in kinds]

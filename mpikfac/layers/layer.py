@@ -33,14 +33,14 @@ weight."""
 
 
 class Attached(Protocol):
-    """Something added to a module, such as a hook."""
+    """Describe something attached to a module, such as a hook."""
 
     def remove(self) -> None:
         """Restore the module."""
 
 
 def skipping(names: Sequence[str]) -> str:
-    """Return the argument of `KFAC` that leaves modules to first-order training."""
+    """Return the argument of `KFAC` with which modules are trained first-order."""
     return f"coverage=mpikfac.Coverage(skip={list(names)!r})"
 
 
@@ -60,7 +60,7 @@ class Layer:
     Attributes:
         name: the module's name in the model, or the name of a layer inside the module.
         path: the module's name in the model.
-        modules: the modules that share the parameters; the first one has the name `name`.
+        modules: the modules that share the parameters; the first one is named `name`.
         parameters: the weight and the bias, if trained.
         bias: whether the matrix's last column is the bias.
         bias_alone: whether the bias is the only column.
@@ -72,7 +72,8 @@ class Layer:
         rounded_to: inputs of convolutions are rounded to this dtype before multiplying.
         of_batch: whether inputs begin with the batch dimension; otherwise with the layer's own
             examples.
-        of_part: whether these examples are a part of the batch, over which the loss is a mean.
+        of_part: whether these examples are a part of the batch, with the loss a mean over the
+            batch.
         group: the only group that the layer's statistics belong to; None for all groups.
     """
 
@@ -91,7 +92,7 @@ class Layer:
         """Use weight and bias from `given`, or else the module's `weight` and `bias`.
 
         Raises:
-            NotCovered: weight or bias is not a parameter of the module, but computed in every pass;
+            NotCovered: weight or bias is not a parameter of the module but computed in every pass,
                 or neither is trained.
         """
         self.name = self.path = name
@@ -121,7 +122,7 @@ class Layer:
         return f"{order}x{order}" if count == 1 else f"{count} of {order}x{order}"
 
     def whole_shape(self) -> LayerShape:
-        """Return the shape with whole factors A and G; for a bias trained alone, only G."""
+        """Return the shape with whole factors A and G, or only G if only the bias is trained."""
         first = self.arranged(self.parameters[0])
         outputs = len(first)
         if self.bias_alone:
@@ -154,7 +155,7 @@ class Layer:
             x = self._dense(x)
         if x.is_floating_point():  # under autocast autograd keeps a copy, so x can change in place
             x = x.detach().to(output.dtype)
-        # A split layer can have other examples and channels than the rank's.
+        # A split layer's examples and channels can differ from the rank's.
         watch = getattr(self.module.forward, "watch", None)
         return (x, partial(listen, output)) if watch is None else watch(x, output)
 
@@ -185,7 +186,7 @@ class Layer:
         return x
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return `sum(a a^T)` or `sum(g g^T)` of a call, in the form that `shape` gives `side`."""
+        """Return `sum(a a^T)` or `sum(g g^T)` of a call, in the form given by `shape`."""
         diagonal = side in self.shape.diagonal
         if self.shape.kfac_approx == "reduce":
             rows = self.input_means(x) if side == "A" else self.output_totals(g)
@@ -199,7 +200,7 @@ class Layer:
     def second_moments(
         self, side: str, x: Tensor, g: Tensor, blocks: Sequence[slice]
     ) -> list[Tensor]:
-        """Return blocks along the diagonal of `second_moment`."""
+        """Return the blocks along the diagonal of `second_moment`."""
         kind = type(self)
         own = kind.input_sum if side == "A" else kind.output_sum
         of_rows = own in (Layer.input_sum, Layer.output_sum) and self.shape.kfac_approx == "expand"
@@ -259,13 +260,13 @@ class Layer:
         )
 
     def with_groups(self, count: int) -> Layer:
-        """Return a layer whose groups are `count` layers of a form, for the moments of one side."""
+        """Return a layer whose groups are `count` such layers, for the moments of one side."""
         layer = copy.copy(self)
         layer.shape, layer._last = replace(self.shape, groups=count * self.shape.groups), -3
         return layer
 
     def side_by_side(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Join the layers' inputs, or gradients, to those of the layer of `with_groups`."""
+        """Join several layers' inputs, or gradients, for the layer that `with_groups` returns."""
         return torch.stack(tuple(tensors), -2)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,7 +312,7 @@ class Layer:
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return the factor per side that turns sums into A and G, or into their vectors."""
+        """Return, for each side, the factor that turns sums into A and G, or into their vectors."""
         scales = vector_scales if vectors else factor_scales
         examples = batch if self.spatial or normalization == "expand" else positions
         return dict(zip("AG", scales(normalization, examples, positions / examples)))
@@ -319,9 +320,10 @@ class Layer:
     # -- gradients and values --------------------------------------------------------------------
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return copies of the gradients into the `parts` of a matrix; missing ones become 0.
+        """Return the copies from the gradients to the `parts` of a matrix; missing ones become 0.
 
-        The caller performs the copies, for many layers at once.
+        Each copy is a pair of target and source; the caller performs the copies of many layers at
+        once.
         """
         for part, parameter in zip(parts, self.parameters):
             if parameter.grad is None:
@@ -330,19 +332,19 @@ class Layer:
                 yield part, self.arranged(parameter.grad)
 
     def gradients_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies of the `parts` of a matrix into the gradients of weight and bias."""
+        """Return the copies from the `parts` of a matrix to the gradients of weight and bias."""
         for part, parameter in zip(parts, self.parameters):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             yield self.arranged(parameter.grad), part
 
     def values_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies of weight and bias into the `parts` of a matrix."""
+        """Return the copies from weight and bias to the `parts` of a matrix."""
         for value, part in self.values_from(parts):
             yield part, value
 
     def values_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies of the `parts` of a matrix into weight and bias."""
+        """Return the copies from the `parts` of a matrix to weight and bias."""
         for part, parameter in zip(parts, self.parameters):
             yield self.arranged(parameter.detach()), part
 
@@ -367,7 +369,7 @@ class Layer:
 
 
 def _check_registered(module: nn.Module, tensors: Sequence[Tensor | None]) -> None:
-    """Check that the module keeps weight and bias.
+    """Check that weight and bias are stored in the module.
 
     Raises:
         NotCovered: weight or bias is computed in every pass.

@@ -1,4 +1,4 @@
-"""Cover scale and shift of normalisation layers: a 2 x 2 Fisher block per unit."""
+"""Cover the scale and shift of normalisation layers with a 2 x 2 Fisher block per unit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mpikfac.plan import LayerShape, Normalization
 
 
 class NormLayer(Layer):
-    """Cover a normalisation's scale and shift: every unit is a group with 1 output.
+    """Cover a normalisation's scale and shift, with every unit as a group with 1 output.
 
     An example's gradient for a unit is `sum(g x, g)` over positions, where `x` is the normalised
     input. The mean of the gradients' outer products is exactly the unit's block of the Fisher
-    matrix, not a product of expectations. The block takes the place of A; there is no G.
+    matrix, not a product of expectations. The block replaces A; there is no G.
     """
 
     quadratic = "A"
@@ -28,12 +28,12 @@ class NormLayer(Layer):
     def __init__(self, name: str, module: nn.Module) -> None:
         self.channels_last = isinstance(module, nn.LayerNorm | nn.RMSNorm)
         super().__init__(name, module)
-        self._by_running = False  # whether the last call normalised by running statistics
+        self._by_running = False  # whether the last call normalised with running statistics
         if self.channels_last:
             self.dimensions = 1 + self.parameters[0].dim()
 
     def whole_shape(self) -> LayerShape:
-        """Return the shape: a group per unit."""
+        """Return the shape, with one group per unit."""
         trained = len(self.parameters)
         return LayerShape(self.name, trained, 1, self.parameters[0].numel(), sides="A")
 
@@ -70,7 +70,7 @@ class NormLayer(Layer):
         return self._gradients(x, g).sum(0)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return every unit's gradient, and the number 1, as if examples had a single position."""
+        """Return every unit's gradient and the number 1, as if examples had a single position."""
         gradients = self._gradients(x, g).transpose(0, 1).unsqueeze(2)
         pair = gradients, gradients.new_ones(*gradients.shape[:-1], 1)
         return pair if self.shape.groups > 1 else (pair[0][0], pair[1][0])
@@ -78,7 +78,7 @@ class NormLayer(Layer):
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return `batch`, by which squares of the mean loss's gradients are too small."""
+        """Return `batch`, because squares of a mean loss's gradients are too small by it."""
         return {"A": 1.0 if vectors else float(batch)}
 
     def positions(self, g: Tensor) -> int:

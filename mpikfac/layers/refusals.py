@@ -1,4 +1,4 @@
-"""Report the modules that cannot be covered: all modules of a model at once, by name."""
+"""Report at once, by name, all modules of a model that cannot be covered."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mpikfac.layers.layer import skipping
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason to refuse modules.
+    """A reason why modules cannot be covered.
 
     Attributes:
-        names: the modules with the reason.
+        names: the modules that cannot be covered for this reason.
         reason: a text such as "Embedding with max_norm=1.0 is not covered".
     """
 
@@ -30,12 +30,12 @@ class Refusal:
 
 
 class Refused(ValueError):
-    """Report all modules of a model that K-FAC refuses to cover.
+    """Report all modules of a model that K-FAC cannot cover.
 
     Attributes:
-        reasons: by refused module, the names of all modules with the same reason, and the reason.
-        skip: the modules that were skipped, and the refused modules.
-        without_remedy: the message up to the remedy.
+        reasons: the reason for each refused module, with the names of all modules that share it.
+        skip: the modules that were skipped, and those that cannot be covered.
+        without_remedy: the message without the remedy.
     """
 
     def __init__(self, refusals: Sequence[Refusal], skipped: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ class Refused(ValueError):
 
 
 def by_reason(refused: Iterable[tuple[str, str]]) -> list[Refusal]:
-    """Return refusals from pairs of a module's name and a reason."""
+    """Group pairs of a module's name and a reason by reason."""
     names: dict[str, list[str]] = {}
     for name, reason in refused:
         names.setdefault(reason, []).append(name)
@@ -55,7 +55,7 @@ def by_reason(refused: Iterable[tuple[str, str]]) -> list[Refusal]:
 
 
 def check_names(model: nn.Module, choice: str, chosen: Sequence[str]) -> None:
-    """Check the names of modules in a choice such as "skip".
+    """Check that a choice such as "skip" names modules of the model.
 
     Raises:
         ValueError: no module has the name.

@@ -35,7 +35,7 @@ def take_model(model: nn.Module, trainer: Trainer) -> None:
         if alive is not None and not own.isdisjoint(map(id, other.parameters())):
             log.warning(
                 "the model shares parameters with another model that has a %s: each of the two "
-                "trainers steps them; freeze them in one of the models, or call detach() of one "
+                "trainers steps them; freeze them in one of the models, or call detach() on one "
                 "trainer",
                 type(alive).__name__,
             )
@@ -55,7 +55,7 @@ def trainer_of(model: nn.Module) -> Trainer | None:
 
 
 class Hook(partial[None]):
-    """A hook of a trainer on a model, which does nothing in a copied or saved model."""
+    """A trainer's hook on a model; it does nothing in a copied or saved model."""
 
     def __reduce__(self) -> Any:
         return Hook, (_nothing,)
@@ -68,8 +68,8 @@ class Hook(partial[None]):
             AttributeError: the model still has hooks.
         """
         raise AttributeError(
-            "the model has hooks of mpikfac, which torch.jit.script cannot compile: call close() "
-            "of the trainer before torch.jit.script(model), or script a new model with the "
+            "the model has hooks of mpikfac, which torch.jit.script cannot compile: call the "
+            "trainer's close() before torch.jit.script(model), or script a new model with the "
             "weights of model.state_dict()"
         )
 
@@ -82,7 +82,7 @@ class Trained:
     """The trained parameters of a model, as the trainer knows them.
 
     Args:
-        parameters: those that the trainer averages, of one dtype on one device.
+        parameters: the parameters that the trainer averages, of one dtype on one device.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
@@ -100,10 +100,10 @@ class Trained:
         return id(parameter) in self._parameters
 
     def changed(self) -> bool:
-        """Return whether different parameters of the model require a gradient now.
+        """Return whether the set of the model's parameters that require a gradient has changed.
 
-        A renamed parameter counts as a different one: pruning and parametrisations rename the
-        weight, because the module then multiplies by something else.
+        A renamed parameter counts as a different one, because pruning and parametrisations rename
+        the weight, and the module then multiplies by something else.
 
         Raises:
             ValueError: a parameter was converted or moved.
@@ -130,6 +130,6 @@ class Trained:
             if kind not in self._kinds:
                 before = " or ".join(f"{dtype} on {device}" for dtype, device in self._kinds)
                 raise ValueError(
-                    f"a parameter is {kind[0]} on {kind[1]} and was {before} when the trainer was "
-                    f"created; convert or move the model before that"
+                    f"a parameter is {kind[0]} on {kind[1]}, but was {before} when the trainer was "
+                    f"created; convert or move the model before creating the trainer"
                 )

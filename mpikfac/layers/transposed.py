@@ -1,4 +1,4 @@
-"""Describe linear layers that store the transposed weight, such as `Conv1D` of transformers."""
+"""Describe linear layers that store the transposed weight, such as `Conv1D` in transformers."""
 
 from __future__ import annotations
 

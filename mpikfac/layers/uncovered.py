@@ -1,4 +1,4 @@
-"""Handle tensors sent with the gradients that no layer covers: parameters and statistics."""
+"""Handle tensors that are sent with the gradients although no layer covers them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from mpikfac.numerics import Copies
 
-NAMED = 8  # modules of a kind to name; the rest are counted
+NAMED = 8  # how many modules of a kind are named; the rest are counted
 
 
 def in_words(model: nn.Module, names: Iterable[str]) -> str:
-    """Return parameters by kind of module: "BatchNorm2d 1 and 4 (weight, bias)"."""
+    """Return the parameters by kind of module, as in "BatchNorm2d 1 and 4 (weight, bias)"."""
     of_modules: dict[str, list[str]] = {}
     for name in names:
         module, _, parameter = name.rpartition(".")
@@ -53,24 +53,24 @@ class Other:
         return [matrix]
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy of the gradient into the `parts` of a matrix; it is 0 if missing."""
+        """Return the copy from the gradient to the `parts` of a matrix; it is 0 if missing."""
         if self.tensor.grad is None:
             parts[0].zero_()
         else:
             yield parts[0], self.tensor.grad
 
     def gradients_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy of the `parts` of a matrix into the gradient."""
+        """Return the copy from the `parts` of a matrix to the gradient."""
         if self.tensor.grad is None:
             self.tensor.grad = torch.empty_like(self.tensor)
         yield self.tensor.grad, parts[0]
 
     def values_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy of the tensor into the `parts` of a matrix."""
+        """Return the copy from the tensor to the `parts` of a matrix."""
         yield parts[0], self.tensor.detach()
 
     def values_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy of the `parts` of a matrix into the tensor."""
+        """Return the copy from the `parts` of a matrix to the tensor."""
         yield self.tensor.detach(), parts[0]
 
     def abort_batch(self) -> None:
@@ -94,15 +94,15 @@ class Statistic(Other):
         self._snapshot = tensor.clone()  # equal on all ranks; a forward pass changes only `tensor`
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy of the statistic's value into the `parts` of a matrix."""
+        """Return the copy from the statistic to the `parts` of a matrix."""
         return self.values_to(parts)
 
     def gradients_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies of the `parts` of a matrix into the statistic and its snapshot."""
+        """Return the copies from the `parts` of a matrix to the statistic and its snapshot."""
         return self.values_from(parts)
 
     def values_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies of the `parts` of a matrix into the statistic and its snapshot."""
+        """Return the copies from the `parts` of a matrix to the statistic and its snapshot."""
         yield self.tensor, parts[0]
         yield self._snapshot, parts[0]
 
@@ -116,7 +116,7 @@ class Statistic(Other):
 
 
 class Counts:
-    """Count a batch that is split into parts once, in all layers that count batches.
+    """Make all layers that count batches count a batch in parts only once.
 
     A forward pass adds 1 to a layer's count, on which the weight of a batch in running statistics
     can depend. With this class, every part sees the same count, and counts do not depend on the
@@ -135,13 +135,13 @@ class Counts:
             snapshot.copy_(count)
 
     def accumulate(self) -> None:
-        """Restore the counts after a part of a batch, and store those after the part for `step`."""
+        """Restore the counts after a part of a batch, but store the increased ones for `step`."""
         accumulated = [count.clone() for count in self._counts]
         self.abort_batch()
         self._accumulated = accumulated
 
     def step(self) -> None:
-        """Set the counts to those after a part, and store them."""
+        """Set the counts to those stored by `accumulate`, and keep them."""
         for count, accumulated in zip(self._counts, self._accumulated):
             count.copy_(accumulated)
         self._accumulated = []

@@ -14,18 +14,18 @@ SKIP, CHANGED, *BITS = range(VOTES - 8, VOTES)  # reserved for the library
 
 
 class Votes(Statistic):
-    """Send a few values of the rank with the gradients; after the step, hold means over ranks.
+    """Send a few of the rank's values with the gradients; after the step, hold means over ranks.
 
     This way, ranks exchange small facts without additional messages.
 
     The first 8 votes belong to the program, the others to the library. Each of the last 6 is one
     bit of a checksum, as 1 or -1: the absolute value of its mean over ranks is 1 if and only if all
-    ranks have the same bit. Reductions of other values would be rounded, and among many ranks a
-    single different one would go unnoticed. A checksum misses a difference with probability 1/64.
-    It changes in the next step, because the step is one of the values.
+    ranks have the same bit. Reductions of other values would be rounded, so that a single different
+    value among many ranks could go unnoticed. A checksum misses a difference with probability 1/64.
+    It is different in the next step, because the step is one of the values.
 
     Attributes:
-        heard: the `counted` means, if the host has read them before `read`.
+        heard: the `counted` means, if the host has already read them when `read` is called.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Votes(Statistic):
         return votes[..., CHANGED:]
 
     def read(self) -> tuple[bool, bool]:
-        """Return two bools: a rank voted for a change, all checksums are equal."""
+        """Return whether a rank voted for a change, and whether all checksums are equal."""
         means, self.heard = self.heard or self.counted(self.tensor).tolist(), []
         changed, *bits = means
         return changed > 0, min(map(abs, bits)) > 1 - 1e-4

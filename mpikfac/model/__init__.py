@@ -1,4 +1,4 @@
-"""The user's model and optimizer: their state as named items, and what a step requires of them."""
+"""Handle the user's model and optimizer: their state, and what a step requires of them."""
 
 from __future__ import annotations
 

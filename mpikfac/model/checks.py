@@ -1,4 +1,4 @@
-"""What ranks compare, and what a step requires of model and optimizer."""
+"""Check what a step requires of model and optimizer, and collect what ranks compare."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mpikfac.settings import Schedule, Settings
 
 Block = Layer | Other
 OF_COMPRESSION = "compression.gradients.momentum"
-LARGEST_RATE = 0.05  # of steps as long as Adam's
+LARGEST_RATE = 0.05  # for steps as long as Adam's
 LIBRARY = Path(__file__).parents[1]
 
 log = logging.getLogger("mpikfac")
@@ -61,8 +61,8 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
     for different, tensor in tensors:
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise ValueError(
-                f"{different} is {tensor.dtype} on {tensor.device} but {name} is {first.dtype} on "
-                f"{first.device}; trained parameters and running statistics must share both: "
+                f"{different} is {tensor.dtype} on {tensor.device}, but {name} is {first.dtype} on "
+                f"{first.device}; trained parameters and running statistics must agree in both: "
                 f"convert all by model.to(...), with passes under torch.autocast for 16 bits, or "
                 f"freeze {different}"
             )
@@ -73,8 +73,7 @@ def check_tensors(model: nn.Module) -> None:
     """Check that parameters and buffers can be sent from memory unchanged, and stored.
 
     Raises:
-        ValueError: a tensor has no shape yet, is sparse or quantised, or is a view with lazily
-            computed values.
+        ValueError: a tensor has no shape yet, is sparse or quantised, or is a lazily computed view.
     """
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
@@ -85,11 +84,11 @@ def check_tensors(model: nn.Module) -> None:
             (tensor.is_conj(), "a conjugate view", "resolve_conj"),
         ):
             if wrong:
-                raise ValueError(f"{name} is {kind}, and must be plain; use its {plain}()")
+                raise ValueError(f"{name} is {kind}, but must be a plain tensor; use its {plain}()")
 
 
 def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
-    """Summarise versions, model and optimizer, for ranks to compare."""
+    """Return summaries of versions, model and optimizer, for ranks to compare."""
     names = {id(p): name for name, p in model.named_parameters()}
     shapes = describe_tensors(model)
     groups = [
@@ -122,7 +121,7 @@ def members(optimizer: Optimizer) -> set[Tensor]:
 
 
 def check_owned(optimizer: Optimizer, blocks: Iterable[Block], strategy: Strategy) -> None:
-    """Check that the optimizer has all parameters that owners step.
+    """Check that the optimizer has all parameters that are stepped by owners.
 
     Raises:
         ValueError: with `shard_optimizer`, a trained parameter is not in the optimizer.
@@ -162,13 +161,13 @@ def check_foreign(stepped: Iterable[Tensor], model: nn.Module) -> None:
     """Check that the parameters belong to the model.
 
     Raises:
-        ValueError: an optimizer would step other parameters as well.
+        ValueError: the optimizer would step parameters that the model lacks.
     """
     of_model = {id(p) for p in model.parameters()}
     if foreign := [tuple(p.shape) for p in stepped if id(p) not in of_model]:
         raise ValueError(
             f"the optimizer has {len(foreign)} trained parameters that the model lacks (the first "
-            f"of shape {foreign[0]}), which every rank would step on its own; put their module, "
+            f"has shape {foreign[0]}), and every rank would step its own copy; put their module, "
             f"such as a loss with weights, into the model"
         )
 
@@ -177,7 +176,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
     """Check that `value` is an object of a kind, or None.
 
     Raises:
-        ValueError: it is something else, such as a string in place of a `Grafting`.
+        ValueError: it is anything else, such as a string in place of a `Grafting`.
     """
     if value is not None and not isinstance(value, kind):
         usual = {"grafting": "AdamGrafting", "clip": "KLClip"}.get(name, kind.__name__)
@@ -203,7 +202,7 @@ def _momentum_of_compression(strategy: Strategy) -> float:
 def check_momentum(
     optimizer: Optimizer, strategy: Strategy, of_gradients: float | Schedule = 0.0
 ) -> None:
-    """Check that momentum is applied once: before reductions, before K-FAC, or by the optimizer.
+    """Check that momentum is applied at most once: before reductions, before K-FAC, or in steps.
 
     Args:
         of_gradients: the momentum of averaged gradients, before K-FAC preconditions them.
@@ -214,7 +213,8 @@ def check_momentum(
     top = _momentum_of_compression(strategy)
     if top and of_gradients:
         raise ValueError(
-            f"{OF_COMPRESSION}={top} and grafting.momentum={of_gradients}: leave one of them out"
+            f"{OF_COMPRESSION}={top} and grafting.momentum={of_gradients} exclude each other; "
+            f"leave one of them out"
         )
     name, of_kfac = (OF_COMPRESSION, top) if top else ("grafting.momentum", of_gradients)
     when = "are reduced" if top else "are preconditioned"
@@ -230,8 +230,8 @@ def check_momentum(
         if of_kfac and of_optimizer:
             number = "..." if callable(of_kfac) else of_kfac
             raise ValueError(
-                f"{name}={number} needs an optimizer without momentum, not with {of_optimizer}: "
-                f"the momentum is applied before gradients {when} (a scheduler that changes "
+                f"{name}={number} needs an optimizer without momentum, not with {of_optimizer}, "
+                f"because momentum is applied before gradients {when} (a scheduler that changes "
                 f"momentum needs cycle_momentum=False, or mpikfac.KFACOptimizer)"
             )
 
@@ -243,11 +243,11 @@ def check_loaded_momentum(
     of_gradients: float | Schedule = 0.0,
     descends: bool = False,
 ) -> None:
-    """Check that momentum is applied once after a state is loaded; see `check_momentum`.
+    """Check that momentum is applied exactly once after loading a state; see `check_momentum`.
 
     Args:
         items: the items of model and optimizer that are loaded.
-        names: names of all items of the state.
+        names: the names of all items of the state.
         descends: whether the optimizer is a `Descent`, whose momentum is `of_gradients`.
 
     Raises:
@@ -255,7 +255,7 @@ def check_loaded_momentum(
     """
     if not of_gradients and any(name.startswith("kfac/momentum/") for name in names):
         raise ValueError(
-            "the state has momenta of gradients, but no momentum of the optimizer; continue with "
+            "the state has momentum of gradients, but none of the optimizer; continue with "
             "KFAC and grafting=AdamGrafting(momentum=...), as before"
         )
     top = _momentum_of_compression(strategy)
@@ -271,7 +271,7 @@ def check_loaded_momentum(
 
 @contextmanager
 def taking_up() -> Iterator[None]:
-    """Report an error inside as an error in adopting a change of the trained parameters.
+    """Report an error in the body as an error in adopting a change to the trained parameters.
 
     Raises:
         UserError: the change cannot be adopted.
@@ -292,7 +292,7 @@ def check_habits(
     if unbounded and preconditioner.of == "gradient":
         yield (
             f"NoGrafting() without a clip can diverge: the factors of {preconditioner.name!r} "
-            f"start with a single gradient, and the next directions are long; set "
+            f"start from a single gradient, and the next directions are long; set "
             f"clip=NormClip(max_norm=1.0), or use AdamGrafting(orthogonalize=False)"
         )
     elif unbounded and fisher == "empirical":
@@ -308,8 +308,8 @@ def check_habits(
         )
     if any("betas" in group for group in optimizer.param_groups):
         yield (
-            f"{type(optimizer).__name__} divides K-FAC's directions by their own squares once "
-            f"more; use mpikfac.KFACOptimizer, or KFAC with torch.optim.SGD"
+            f"{type(optimizer).__name__} scales K-FAC's directions again, by their own mean "
+            f"squares; use mpikfac.KFACOptimizer, or KFAC with torch.optim.SGD"
         )
 
 
@@ -317,12 +317,12 @@ def check_rates(optimizer: Optimizer, choice: str) -> None:
     """Check that all groups of the optimizer have a learning rate.
 
     Raises:
-        ValueError: a group has none; the message calls whatever needs the rates `choice`.
+        ValueError: a group has none; the message names `choice` as what needs the rates.
     """
     if not all("lr" in group for group in optimizer.param_groups):
         raise ValueError(
-            f"{choice} needs learning rates, and {type(optimizer).__name__} has a group of "
-            f"parameters without 'lr'; set 'lr' of the group, by which a step is multiplied"
+            f"{choice} needs learning rates, but {type(optimizer).__name__} has a group of "
+            f"parameters without 'lr'; set the group's 'lr', which multiplies its steps"
         )
 
 
@@ -360,7 +360,7 @@ def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[i
     for layer in layers:
         if any(id(parameter) not in group_of for parameter in layer.parameters):
             raise ValueError(
-                f"layer {layer.name!r} is covered but not all of it is in the optimizer; "
+                f"layer {layer.name!r} is covered, but not all of it is in the optimizer; "
                 f"add it to the optimizer, or train it first-order with {skipping([layer.path])}"
             )
         groups[layer.name] = [group_of[id(parameter)] for parameter in layer.parameters]
@@ -374,9 +374,10 @@ def report_uncovered(
     optimizer: Optimizer,
     offers: Iterable[str] = (),
 ) -> None:
-    """Log the parameters trained without K-FAC, how to cover some, and the frozen ones.
+    """Log which parameters K-FAC does not cover, how to cover some, and which are never stepped.
 
-    It is a warning if K-FAC covers less than half of the weights, or if some are not covered.
+    Warns if K-FAC covers less than half of the weights or could cover more, or if the optimizer
+    lacks trained parameters.
     """
     parameters = [tensor for tensor in uncovered if tensor.parameters]
     covered = sum(p.numel() for layer in layers for p in layer.parameters)
@@ -400,8 +401,8 @@ def report_uncovered(
     left = ", ".join(block.name for block in parameters if block.tensor not in stepped)
     if left:
         log.warning(
-            "the optimizer does not have %s: no step changes them, but their gradients become the "
-            "means over ranks, for another optimizer",
+            "the optimizer does not have %s: no step changes them, but their gradients are "
+            "averaged over ranks, for another optimizer",
             left,
         )
 

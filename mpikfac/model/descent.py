@@ -1,4 +1,4 @@
-"""The optimizer that follows K-FAC's directions, and the guard of optimizers that trainers step."""
+"""The optimizer that follows K-FAC's directions, and a guard for optimizers stepped by trainers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from mpikfac.plan import check_size
 from mpikfac.settings import in_force
 
-LARGEST = 1e6  # of a rate or a decay; more is a mistake
+LARGEST = 1e6  # for a rate or a decay; more is a mistake
 
 
 class Descent(Optimizer):
@@ -41,7 +41,7 @@ class Descent(Optimizer):
         super().__init__(params, numbers)
 
     def momentum(self, step: int) -> float:
-        """Return the momentum in force, that of the first group, at any step."""
+        """Return the momentum in force at any step, which is that of the first group."""
         return float(self.param_groups[0]["momentum"])
 
     @torch.no_grad()
@@ -60,7 +60,7 @@ class Descent(Optimizer):
 class StepGuard:
     """Raise an error if anything but its trainer steps an optimizer.
 
-    Everything is allowed after `remove`, or once the trainer is gone.
+    Every step is allowed after `remove`, or once the trainer no longer exists.
     """
 
     _stepping: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # by a trainer, right now

@@ -1,4 +1,4 @@
-"""Compare the weights and buffers of all ranks, by checksums of their bits."""
+"""Compare the weights and buffers of all ranks by checksums of their bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype with as many bits as an element, by the element's bytes."""
 
 SAMPLE = 16  # elements of a weight that are compared in every step
-REPEATS = 3  # votes on a write, since a vote misses a difference with a probability of 1/64
+REPEATS = 3  # votes on a write, because a vote misses a difference with probability 1/64
 
 log = logging.getLogger("mpikfac")
 
@@ -54,7 +54,7 @@ def _bits(tensor: Tensor) -> Tensor:
 def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list[str]:
     """Compare the weights and buffers of all ranks, and warn about buffers that differ.
 
-    A program can have a reason for different buffers, but never for different weights.
+    A program may have a reason to let buffers differ, but never weights.
 
     Collective over: comm.
 
@@ -72,15 +72,15 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
     for name in weights:
         if name in differing:
             raise RanksDifferError(
-                f"parameter {name!r} has other values on rank {differing[name]} than on rank 0; "
+                f"parameter {name!r} has different values on rank {differing[name]} and rank 0; "
                 f"make the same change on all ranks, or copy rank 0's by mpikfac.comm.broadcast("
                 f"comm, [*model.parameters(), *model.buffers()])"
             )
     buffers = sorted(differing)
     if buffers and comm.rank == 0:
-        more = f", and so have {len(buffers) - 1} others" if len(buffers) > 1 else ""
+        more = f", as do {len(buffers) - 1} others" if len(buffers) > 1 else ""
         log.warning(
-            "buffer %r has other values on rank %d than on rank 0%s: steps do not average it, and "
+            "buffer %r has different values on rank %d and rank 0%s: steps do not average it, and "
             "it cannot be saved in a checkpoint; write the same values on all ranks, or copy rank "
             "0's by mpikfac.comm.broadcast(comm, [buffer])",
             buffers[0],
@@ -115,21 +115,22 @@ def check_written(comm: Comm, writes: Writes) -> None:
     for step in sorted(set.intersection(*map(set, recent))):
         for name, rank in _differing(of_rank[step] for of_rank in recent).items():
             raise RanksDifferError(
-                f"parameter {name!r} was written between two steps with other values on rank "
-                f"{rank} than on rank 0, and has its owner's values again, as "
-                f"shard_optimizer=True lets the owner step it; write the same values on all ranks"
+                f"parameter {name!r} was written between two steps with different values on rank "
+                f"{rank} and rank 0; with shard_optimizer=True, the owner's values have replaced "
+                f"them; write the same values on all ranks"
             )
 
 
 class Writes:
-    """Find weights that the program writes between steps, where owners' weights replace others.
+    """Find weights that the program writes between steps and that their owners' weights replace.
 
     A few elements of each weight are compared with those after the last step, so a write to a few
-    other elements is not found. On a GPU, for which the host would have to wait, elements are
-    compared only if autograd or the address shows that a weight was written.
+    other elements is not found. On a GPU, where the host would have to wait, elements are compared
+    only if autograd or a weight's address shows that it was written.
 
     Args:
-        weights: the weights that owners step, by name, of one dtype on one device; at least one.
+        weights: the weights that owners step, by name; at least one, all of one dtype on one
+            device.
 
     Attributes:
         recent: checksums of the elements of written weights, by name, in each of the last steps.
@@ -138,11 +139,11 @@ class Writes:
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
         self.recent: dict[int, Mapping[str, int]] = {}
-        self._views: tuple[list[int], list[Tensor]] = [], []  # with the addresses of the weights
+        self._views: tuple[list[int], list[Tensor]] = [], []  # and the weights' addresses
         self._elements, self._versions = torch.cat(self._samples()), self._present()
 
     def reset(self) -> None:
-        """Forget what was written; the program has loaded a state."""
+        """Forget what was written, because the program has loaded a state."""
         self.recent.clear()
         self.note()
 
@@ -159,7 +160,7 @@ class Writes:
     def _written(self) -> dict[str, int]:
         before, first = self._elements, next(iter(self._weights.values()))
         if first.device != before.device or first.dtype != before.dtype:
-            return {}  # the step refuses a model that was moved or converted
+            return {}  # the step rejects a model that was moved or converted
         if before.device.type != "cpu" and self._present() == self._versions:
             return {}
         samples = self._samples()
@@ -171,7 +172,7 @@ class Writes:
         return {n: int(x.sum()) for n, x, y in pairs if not torch.equal(x, y)}
 
     def _present(self) -> list[tuple[int, int]]:
-        """Return each weight's address, and how often autograd has counted a write."""
+        """Return each weight's address, and how many writes autograd has counted."""
         return [(weight.data_ptr(), weight._version) for weight in self._weights.values()]
 
     def _samples(self) -> list[Tensor]:

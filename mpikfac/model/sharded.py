@@ -1,4 +1,4 @@
-"""Refuse models of which a rank holds only shards."""
+"""Reject models of which a rank holds only shards."""
 
 from __future__ import annotations
 

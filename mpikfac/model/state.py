@@ -1,6 +1,6 @@
-"""Model and optimizer as named items, and back, on all ranks or on none.
+"""Convert model and optimizer to named items, and load them, on all ranks or on none.
 
-`stepped` names the parameters whose optimizer state is on the rank.
+`stepped` holds the parameters whose optimizer state is on the rank, by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AS_PARAMETER = (MOMENTUM, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dict[str, Any]:
-    """Return the model and optimizer by name, with the optimizer's tensors only of `stepped`."""
+    """Return the items of model and optimizer, with optimizer state for `stepped` only."""
     state: dict[str, Any] = {OF_MODEL + name: value for name, value in _tensors_of(model)}
     state[OPTIMIZER_NAME] = type(optimizer).__name__
     state |= {OF_GROUPS + name: value for name, value in group_settings(optimizer)}
@@ -43,7 +43,7 @@ def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dic
 def _in_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state, with the tensors of a list as separate items: "Q.0", "Q.1".
 
-    SOAP has such lists; an empty list inside a list means no matrix, as does an empty tensor.
+    SOAP has such lists, in which an empty list or an empty tensor means that there is no matrix.
     """
     present = {key: value for key, value in state.items() if value is not None}
     pieces = {k: v if torch.is_tensor(v) else plain(v) for k, v in present.items()}
@@ -54,7 +54,7 @@ def _in_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_lists(pieces: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state before `_in_pieces`."""
+    """Return the state that `_in_pieces` has split."""
     state: dict[str, Any] = {}
     lists: dict[str, dict[int, Any]] = defaultdict(dict)
     for key, value in pieces.items():
@@ -67,9 +67,9 @@ def _in_lists(pieces: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
-    """Return the names that `model_state` has on all ranks together but `names` lacks.
+    """Return the names missing from `names` that `model_state` returns on all ranks together.
 
-    The state of a parameter is complete or missing. Muon and SOAP keep different items for
+    The state of a parameter is either complete or missing. Muon and SOAP keep different items for
     different parameters.
     """
     prefix = OF_OPTIMIZER_STATE
@@ -123,7 +123,7 @@ def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, An
 def fitting(
     state: Mapping[str, Any], like: Mapping[str, Any], rounded: bool = False
 ) -> dict[str, Any]:
-    """Return the items named in `like`, if dtypes and shapes agree, and numbers match numbers.
+    """Return the items named in `like` if dtypes and shapes agree, and numbers match numbers.
 
     A tensor that shares memory with `like`, as in the trainer's own state, is copied.
 
@@ -131,7 +131,7 @@ def fitting(
         rounded: real values can have a different real dtype.
 
     Raises:
-        ValueError: an item is missing or differs; the message has the name of the first one, and
+        ValueError: an item is missing or differs; the message states the name of the first one, and
             its expected and actual form.
     """
     items = {}
@@ -182,8 +182,7 @@ def load_model_state(
 def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
     """Return a copy on the parameter's device, in the parameter's memory layout.
 
-    Counts of steps stay on the host, where they are read, unless a fused or captured step reads
-    them.
+    Step counts stay on the host, where they are read, unless a fused or captured step reads them.
     """
     if not torch.is_tensor(value):
         return value
@@ -194,7 +193,7 @@ def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
 
 
 def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a value of a parameter's shape in the parameter's memory layout, others row-major.
+    """Return a value in the parameter's memory layout if it has its shape, otherwise row-major.
 
     The order of summation, and therefore the rounding, depends on the layout.
     """
@@ -206,10 +205,10 @@ def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | float]:
-    """Return the numbers of parameter groups that `state` has, by index and key ("0/lr").
+    """Return the numbers in parameter groups that `state` contains, by index and key ("0/lr").
 
     Some optimizers add a number to a group at the first step, such as the number of steps. Before
-    the first step, such a number of `state` is 0 here.
+    the first step, the value here of such a number in `state` is 0.
     """
     numbers = dict(group_settings(optimizer))
     for index, group in enumerate(optimizer.param_groups):
@@ -236,7 +235,7 @@ def hand_over_state(
     held = {
         f"{name}/{key}": value
         for name, parameter in before.items()
-        if present.get(name) is parameter  # else the parameter was replaced
+        if present.get(name) is parameter  # otherwise, the parameter was replaced
         for key, value in _in_pieces(optimizer.state.get(parameter, {})).items()
     }
     of_all = {item for of_rank in comm.allgather(list(held)) for item in of_rank}

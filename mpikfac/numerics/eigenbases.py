@@ -12,7 +12,7 @@ from mpikfac.plan import few
 ITERATIONS = 4  # products with a factor, to find the range of its leading eigenvectors
 SPARE = 16  # number of vectors iterated in addition to those that are kept
 RESIDUAL = 1e-2  # of leading eigenvectors, relative to the factor's norm
-PROBES = 8  # vectors that detect growth outside of previous eigenvectors
+PROBES = 8  # vectors that detect growth outside of the previous eigenvectors
 
 
 def damped_denominators(
@@ -26,7 +26,7 @@ def damped_denominators(
 
     Sides hold eigenvalues: `[n]`, or `[1 + rank]` for a block of low rank, where the first value
     belongs to all directions outside of the vectors and `out` is smaller. `scales`, if given,
-    replace the products.
+    replace the products of eigenvalues.
 
     The damping is added to the products of eigenvalues, so it can change at every step without a
     new decomposition [Pauloski et al., SC20, eq. 13-15].
@@ -67,7 +67,7 @@ def mean_eigenvalues(values: Side, vectors: Side) -> list[Tensor]:
         stacked = torch.stack([values[place] for place in places])
         order, count = vectors[places[0]].shape[stacked.dim() - 2], stacked.shape[-1]
         mean = stacked.mean(-1, keepdim=True)
-        if order > count:  # of low rank: the first value stands for all remaining ones
+        if order > count:  # of low rank: the first value represents all remaining ones
             mean = torch.lerp(stacked[..., :1], mean, count / order)
         for place, unit in zip(places, damping_unit(mean)):
             means[place] = unit.expand_as(values[place])
@@ -148,8 +148,8 @@ def leading_eigenbasis(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
     """Return leading eigenvalues and eigenvectors from a range, or None if residuals are large.
 
-    A true eigenvalue is no farther away than the residual. The random start has a component along
-    every eigenvector, so the eigenvalues found are the largest, or nearly so.
+    Each value is within its residual of a true eigenvalue. The random start has a component along
+    every eigenvector, so the values found are the largest eigenvalues, or nearly so.
     """
     basis = _range(factor, rank + SPARE, ITERATIONS)
     image = product(factor, basis)
@@ -161,13 +161,13 @@ def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _range(factor: Tensor, vectors: int, times: int, excluded: Tensor | None = None) -> Tensor:
-    """Return an orthonormal basis `[n, vectors]` of a fixed start after products with the factor.
+    """Return an orthonormal basis `[n, vectors]` of a fixed start, multiplied by the factor.
 
     Args:
         excluded: eigenvectors to project out of the range.
     """
     order = factor.shape[-1]
-    generator = torch.Generator().manual_seed(0)  # torch's global generator belongs to the program
+    generator = torch.Generator().manual_seed(0)  # torch's global generator is the program's
     start = torch.randn(order, min(vectors, order), generator=generator, device="cpu")
     basis = start.to(factor)
     for _ in range(times):
@@ -240,7 +240,7 @@ def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: 
     """Return `sum((Q_G^T sum(g a^T) Q_A)^2)` `[outputs, inputs]`, elementwise, over examples.
 
     The inner sum is over positions. For each side, either its vectors are rotated before the inner
-    sum, or the rows of the sum afterwards, whichever are fewer.
+    sum, or the rows of the sum are rotated afterwards, whichever are fewer.
 
     Args:
         a: `[batch, shared, inputs]`; with groups `[groups, batch, shared, inputs]`, like the sum.

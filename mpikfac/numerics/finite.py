@@ -15,7 +15,7 @@ def all_finite(flat: Tensor) -> bool:
 
 
 def each_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a mask of the finite tensors, `[tensors]`, by the test of `all_finite`."""
+    """Return a mask of the finite tensors, `[tensors]`; see `all_finite`."""
     cpu = all(tensor.is_cpu for tensor in tensors)  # a GPU computes many norms in few kernels
     sums = [tensor.sum() for tensor in tensors] if cpu else torch._foreach_norm(list(tensors), 1)
     return torch.stack(sums).isfinite()

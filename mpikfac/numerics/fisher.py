@@ -37,7 +37,8 @@ def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
     """Yield gradients `[batch, outputs]`, one per output, that together represent all labels.
 
     For every example, the sum of the gradients' outer products is the Hessian of the example's part
-    of the mean loss, divided by the batch size, like squared gradients of the mean loss.
+    of the mean loss, divided by the batch size, which is how squared gradients of the mean loss are
+    scaled.
 
     Raises:
         ValueError: outputs have positions, each of which would need as many gradients as outputs.
@@ -113,8 +114,8 @@ def check_outputs(heads: Sequence[Tensor], losses: Sequence[Loss]) -> None:
     rows = [len(outputs) if outputs.dim() else 0 for outputs in heads]
     if len(losses) != len(heads) or len(set(rows)) != 1:
         raise ValueError(
-            f"record() needs one loss per head, and the same number of rows in all heads; it has "
-            f"{len(losses)} losses, and heads with {rows} rows"
+            f"record() needs one loss per head, and the same number of rows in all heads; this "
+            f"call has {len(losses)} losses, and heads with {rows} rows"
         )
     for outputs, loss in zip(heads, losses):
         _check_head(outputs, loss)

@@ -12,7 +12,9 @@ TOLERANCE = 1e-3  # for the relative error of directions from an inverse by bloc
 
 
 def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
-    """Return `(factor + damping I)^-1` `[n, n]`: by blocks if fast and accurate, or by Cholesky.
+    """Return `(factor + damping I)^-1` `[n, n]`, by blocks if that is fast and accurate.
+
+    Otherwise, the inverse is computed from a Cholesky decomposition.
 
     If the damped matrix is not positive definite, its inverse is NaN.
 
@@ -40,10 +42,10 @@ def damp(factor: Tensor, damping: float | Tensor) -> Tensor:
 def _inverse_by_blocks(matrix: Tensor) -> Tensor:
     """Return the inverse of a positive definite matrix by Schur complements, recursively.
 
-    Nearly all of the work is in general matrix products. Although they have twice the operations,
-    they take less time than LAPACK's triangular products. Rounding errors grow with the condition
-    of the leading blocks, faster than in Cholesky's method, so the result must be checked. It is
-    NaN or far off if the matrix is not positive definite.
+    Nearly all of the work is in general matrix products. Although they need twice as many
+    operations, they take less time than LAPACK's triangular products. Rounding errors grow with the
+    condition number of the leading blocks, faster than in Cholesky's method, so the result must be
+    checked. It is NaN or far off if the matrix is not positive definite.
     """
     if len(matrix) <= LEAF:
         return torch.cholesky_inverse(torch.linalg.cholesky_ex(matrix).L)
@@ -65,7 +67,7 @@ def error_of_inverse(matrix: Tensor, inverse: Tensor) -> Tensor:
 
     `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)` with the exact direction `u`.
     """
-    # Fixed and without a pattern; torch's global generator belongs to the program.
+    # Fixed vectors without a pattern, because torch's global generator belongs to the program.
     probes = torch.arange(8.0 * matrix.shape[-1], device=matrix.device).square_().sin_()
     probes = probes.view(8, -1).to(matrix)
     return (probes @ matrix @ inverse - probes).norm(dim=(-2, -1)) / probes.norm()
@@ -78,6 +80,6 @@ def tikhonov_share(ratio: Tensor, damping: float) -> Tensor:
     factors' mean eigenvalues: relative to its mean eigenvalue, each factor has the same damping
     [Martens & Grosse 2015, 6.3].
     """
-    # No gradient passes through a layer initialised to zero: with G = 0, sizes cannot be compared.
+    # No gradient passes through a layer initialised to zero: with G = 0, there is no ratio.
     comparable = ratio.isfinite() & (ratio > 0)
     return torch.sqrt(damping * torch.where(comparable, ratio, 1.0))

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-# Views of a product with the same elements in the same order: an in-place operation on a view
-# replaces the view's own node in the graph.
+# Nodes of views that keep all elements in order. Hooks go to the node of the product below them,
+# because an in-place operation on a view replaces the view's own node in the graph.
 RESHAPED = ("ViewBackward0", "SqueezeBackward1")
 
 
 def in_backward() -> bool:
-    """Return whether the thread is in a backward pass, as when a checkpoint recomputes."""
+    """Return whether the thread is in a backward pass, as in a checkpoint's recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

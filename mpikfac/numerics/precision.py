@@ -46,7 +46,7 @@ Scaler: TypeAlias = GradScaler | PassedScale
 
 def is_unscaled(scaler: Scaler, optimizer: Optimizer) -> bool:
     """Return whether `scaler.unscale_(optimizer)` was called since the last update of the scale."""
-    states: Any = getattr(scaler, "_per_optimizer_states", {})  # torch has no public way
+    states: Any = getattr(scaler, "_per_optimizer_states", {})  # torch has no public interface
     stage = states.get(id(optimizer), {}).get("stage")
     return getattr(stage, "name", "") == "UNSCALED"
 

@@ -21,7 +21,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return `a @ b` in the precision set by `multiplying`, or else by the faster library.
 
     `@` uses MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
-    as MKL, one matrix at a time; on Intel's, half as fast. oneDNN needs the second matrix
+    as MKL, one matrix at a time; on Intel's, it is half as fast. oneDNN needs the second matrix
     transposed, so copying it must be worthwhile, too.
 
     Args:

@@ -1,4 +1,4 @@
-"""First-order steps for many gradients in few calls: Adam without momentum, and Nesterov's."""
+"""First-order steps for many gradients in few calls: Adam without momentum, and Nesterov SGD."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DECAY, EPSILON = 0.999, 1e-8  # Adam's defaults
 
 
 class AdamSteps(dict[str, Tensor]):
-    """Adam's steps without momentum; by name, the running averages of squared gradients.
+    """Compute Adam's steps without momentum, and map names to averages of squared gradients.
 
-    For each average, there is also the sum of its weights, which tends to 1. Momentum is left to
-    the optimizer [Kingma & Ba 2015].
+    For each running average, the mapping also contains the sum of its weights, which tends to 1.
+    Momentum is left to the optimizer [Kingma & Ba 2015].
 
     Attributes:
         even: whether all averages have the same weight, as they do until a gradient is left out.
@@ -29,7 +29,7 @@ class AdamSteps(dict[str, Tensor]):
         """Initialise averages for the `names` of the arena with zeros."""
         shapes = [(name, tuple(gradients[name].shape)) for name in names]
         averages = Arena(lay_out([shapes]), gradients.flat.dtype, gradients.flat.device)
-        # Part of the state, on the host, which decides how to divide by them.
+        # These are part of the state. They are on the host, which decides how to divide by them.
         weights = torch.zeros(len(names), dtype=gradients.flat.dtype, device="cpu")
         super().__init__(averages)
         self.update(zip(map(count_of, names), weights.split(1)))

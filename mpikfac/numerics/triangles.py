@@ -1,4 +1,4 @@
-"""Store symmetric matrices as folded triangles: half the memory, and half the bytes to send.
+"""Store symmetric matrices as folded triangles, which halves the memory and the bytes to send.
 
 The lower triangle is folded into a full rectangle (shape: `plan.layout.triangle_shape`), as in
 LAPACK's rectangular full packed format. The lower left block is stored unchanged. The triangles of

@@ -1,4 +1,4 @@
-"""Roles, layouts and messages of all ranks, as plain data: standard library only."""
+"""Plan the roles, layouts and messages of all ranks as plain data, without torch or MPI."""
 
 from mpikfac.plan import names as names
 from mpikfac.plan import stages as stages

@@ -1,4 +1,4 @@
-"""The base of codecs, which encode the values of messages as bytes."""
+"""The base class of codecs, which encode the values of messages as bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Codec:
 
     @property
     def summable(self) -> bool:
-        """Whether MPI can reduce encoded values, by a function of the library."""
+        """Whether MPI can reduce encoded values, with a user-defined operation."""
         return self.everywhere == "Allreduce"
 
     @property
@@ -47,7 +47,7 @@ class Codec:
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """The elements of an arena at which a message can be cut; empty for any."""
+        """The elements of an arena at which a message can be cut; empty for all elements."""
         return ()
 
     @property
@@ -108,7 +108,7 @@ class Codec:
         Args:
             flat: the arena.
             residuals: what previous reductions left out, as large as the arena, to be updated.
-            last: the result of the last reduction of the previous step, to be updated; at first 0.
+            last: the result of the last reduction of the previous step, to be updated; initially 0.
             reduce: all-reduces a tensor in place.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define all_reduce()")

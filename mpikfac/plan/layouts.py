@@ -126,7 +126,7 @@ def by_kind(
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, Sequence[Item]]:
-    """Return items by key, in order; keys without items are missing."""
+    """Return the items of each key, in order."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

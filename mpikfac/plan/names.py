@@ -38,7 +38,7 @@ EXCHANGE_ACTIVATIONS = "exchange activations"
 EXCHANGE_ACTIVATION_GRADIENTS = "exchange activation gradients"
 EXCHANGE_SPLIT_STATISTICS = "exchange split statistics"
 EXCHANGE_UPDATES = "exchange updates"
-# Of ranks that do not train.
+# Stages of ranks that do not train.
 RECEIVE_FACTORS = "receive factors"
 SEND_BASES = "send bases"
 RECEIVE_UPDATE = "receive update"

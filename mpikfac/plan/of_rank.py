@@ -62,7 +62,7 @@ class RankPlan:
 
     @property
     def late(self) -> bool:
-        """Whether a rank averages factors over time first, and over ranks only at a refresh."""
+        """Whether factors are first averaged over time, and over ranks only at a refresh."""
         return self.strategy.transport.reduce_factors_at == "inverses"
 
     @property

@@ -14,10 +14,10 @@ class Operations:
     """The multiplications of one or several layers, for the whole batch on a single rank.
 
     Attributes:
-        passes: those of the forward and backward pass.
+        passes: the multiplications of the forward and backward pass.
         statistics: those of an update of the factors.
         decomposition: those of a refresh.
-        direction: those of the direction of a step.
+        direction: those that compute the direction of a step.
     """
 
     passes: int = 0
@@ -38,8 +38,8 @@ class Seen:
     """The vectors of a layer in a batch.
 
     Attributes:
-        vectors: the number in the passes; 0 for an embedding, which multiplies nothing.
-        chosen: the number from which statistics are computed.
+        vectors: the number of vectors in the passes; 0 for an embedding, which multiplies nothing.
+        chosen: the number of vectors from which statistics are computed.
     """
 
     vectors: int = 0

@@ -1,4 +1,4 @@
-"""Roles, locations of values, and messages of all ranks, as a pure function of a few numbers.
+"""Roles, locations of values, and messages of all ranks, as a pure function of shapes and choices.
 
 Every rank computes the same plan without communication, and sends exactly the plan's messages.
 """
@@ -87,7 +87,7 @@ class Plan:
         return {}
 
     def digest(self) -> str:
-        """Return a hash of all values, which ranks share only if their plans are equal."""
+        """Return a hash of all values, which is the same on all ranks only if their plans are."""
         return hashlib.sha256(repr(_values(self)).encode()).hexdigest()[:16]
 
     # -- who does what ---------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Plan:
         Args:
             statistics: the step computes new factors (`factor_update_steps`).
             refresh: the step decomposes factors (`inv_update_steps`).
-            clip: the step is clipped; this needs a message only if no rank has all directions.
+            clip: the step is clipped, which needs a message only if no rank has all directions.
             turn: the slot of a staggered refresh, which covers some of the layers; None for all.
         """
         return step_messages(self.of(rank), statistics, refresh, clip, turn)

@@ -87,7 +87,7 @@ class PlannedLayer:
         updater: the rank that steps the layer if the optimizer is sharded.
         turn: the layer's slot in a refresh, from 0 to `stagger` - 1.
         fused: the index of the layer's message in a stage.
-        factors: those of A before those of G.
+        factors: the layer's factors, those of A before those of G.
     """
 
     shape: LayerShape
@@ -116,7 +116,7 @@ class PlannedLayer:
 
     @property
     def kind(self) -> Hashable:
-        """What layers have in common that can be preconditioned as one stack."""
+        """What layers must have in common to be preconditioned as one stack."""
         owners = [(factor.owner, factor.replicated) for factor in self.factors]
         return self.fused, self.turn, self.form, tuple(owners)
 
@@ -131,7 +131,7 @@ class RankGrid:
 
     Attributes:
         count: the number of training ranks.
-        workers: the number of rows, which are the gradient workers of a layer.
+        workers: the number of rows, which is also the number of gradient workers of a layer.
         per_node: ranks per node; None for one level of communication.
         curvature: the number of ranks that decompose for the training ranks.
         distribution: the groups of split layers.
@@ -267,9 +267,9 @@ def _factor(
 
 
 def in_messages(sizes: Sequence[int], transport: Transport) -> list[int]:
-    """Return the number of every layer's message in a stage, for layers that send `sizes` elements.
+    """Return the index of every layer's message in a stage, for layers that send `sizes` elements.
 
-    Overlapped messages are buckets, unless the transport says how many layers share a message.
+    Overlapped messages are buckets, unless the transport sets how many layers share a message.
     """
     layers, fusion = range(len(sizes)), transport.fusion
     if isinstance(fusion, tuple):
@@ -281,7 +281,7 @@ def in_messages(sizes: Sequence[int], transport: Transport) -> list[int]:
 
 
 def _buckets(sizes: Sequence[int]) -> list[int]:
-    """Return the number of every layer's bucket, which are filled in the order of readiness.
+    """Return the index of every layer's bucket; buckets are filled as layers become ready.
 
     The backward pass reaches the last layer first. As in torch's DistributedDataParallel, the first
     bucket is small, so that messages start early.
@@ -297,7 +297,7 @@ def _buckets(sizes: Sequence[int]) -> list[int]:
 
 
 def _sent(layer: LayerShape) -> int:
-    """Return the elements of a layer's gradient and statistics."""
+    """Return the number of elements of a layer's gradient and statistics."""
     factors = sum(math.prod(factor.triangle) for factor in layer.factors)
     return math.prod(layer.gradient) + factors
 
@@ -349,8 +349,8 @@ def spread(
 ) -> dict[str, int]:
     """Return the updater of every uncovered parameter: a rank that steps layers, if there is one.
 
-    They are placed largest first, on the rank with the fewest elements, because every updater takes
-    part in all reductions.
+    Every updater takes part in all reductions, so other ranks are avoided. Parameters are placed
+    largest first, on the rank with the fewest elements.
 
     Args:
         stepped: the number of elements of the layers that each rank steps.
@@ -377,7 +377,7 @@ def diagonally(rows: int, columns: int) -> list[int]:
 
 
 def apart(count: int) -> list[int]:
-    """Return the numbers below `count` in an order in which neighbours are far from each other.
+    """Return the integers below `count` in an order in which neighbours are far from each other.
 
     It is the order of reversed binary digits [van der Corput 1935]: 0, 4, 2, 6, 1, 5, 3, 7.
     """

@@ -32,9 +32,9 @@ class Form:
         denominators: the damped products of a layer's eigenvalues ("values") are kept.
         rescaled: eigenvalues of `G (x) A` are estimated from gradients of single examples.
         work: the exponent with which the operations of a decomposition grow with the order.
-        products: the number of products of a gradient with a side in a direction.
-        whitened: factors of the gradient are computed from its products with a side.
-        timed_as: the name of a preconditioner whose measured times apply; "" for this one.
+        products: how many times each side multiplies the gradient to compute a direction.
+        whitened: factors of the gradient are computed from its products with the sides.
+        timed_as: the name of another preconditioner whose measured times apply; "" for this one.
         kept_as: the name of its decompositions in a state, if a setting of the preconditioner
             changes them; "" for `name`.
         needs: what the preconditioner requires of other choices.
@@ -69,7 +69,7 @@ class Form:
 
 @dataclass(frozen=True)
 class FactorShape:
-    """The shape of a symmetric matrix, or of several of one order: of groups, or a diagonal.
+    """The shape of a symmetric matrix, or of several with one order, as for groups or a diagonal.
 
     Attributes:
         name: "conv1.A"; "conv1.A0", "conv1.A1", ... are blocks along the diagonal of a large
@@ -102,8 +102,8 @@ class FactorShape:
     def part(self, dimensions: int) -> Shape:
         """Return the shape of a block of the decomposition: as `block`, unless the rank is low.
 
-        A low rank keeps `rank` eigenvectors, `[order, rank]`, and `[rank + 1]` values: first the
-        mean of all dropped values.
+        A low rank keeps `rank` eigenvectors, `[order, rank]`, and `[rank + 1]` values, of which the
+        first is the mean of all dropped values.
         """
         if self.rank is None:
             return self.block(dimensions)
@@ -115,7 +115,10 @@ class FactorShape:
         return self.order if self.rank is None else self.rank + 1
 
     def work(self, power: int = 3) -> int:
-        """Return the operations of a decomposition, in units of `order^3`, or the elements (2)."""
+        """Return the operations of a decomposition, or with `power=2` the number of elements.
+
+        A full decomposition counts as `order^3` operations.
+        """
         if power == 3 and self.rank is not None and few(self.rank, self.order):
             return 2 * self.count * self.order**2 * self.rank
         return self.count * self.order**power
@@ -230,7 +233,8 @@ class LayerShape:
         return [
             self.groups * multiplications
             for small in self.apart
-            # Both ends, then four polynomials, with three products between each two of them.
+            # A product with the gradient at each end; in between, one product for each of the four
+            # polynomials, and three products from each polynomial to the next.
             for multiplications in [small**2 * large] * 2 + [small**3] * (4 + 3 * 3)
         ]
 
@@ -246,7 +250,7 @@ class LayerShape:
 
 
 def _elements(factor: FactorShape) -> int:
-    """Return the elements of the matrices to multiply gradients by."""
+    """Return the number of elements of the matrices that gradients are multiplied by."""
     return factor.count * factor.order * (factor.rank or factor.order)
 
 
@@ -284,7 +288,7 @@ def count_of(name: str) -> str:
 
 
 HUGE = 16384
-"""The order above which `default_rule` keeps a diagonal; a full matrix would take a gigabyte."""
+"""The order above which `default_rule` keeps only a diagonal; a full matrix takes a gigabyte."""
 
 
 def default_rule(layer: LayerShape) -> LayerShape:

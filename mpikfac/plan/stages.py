@@ -96,7 +96,7 @@ def sum_gradients(rank: RankPlan, without: Collection[str] = ()) -> list[Message
     if compressor is not None and compressor.momentum and not (codec and codec.delays):
         raise ValueError(
             f"{compressor!r} has momentum={compressor.momentum:g}, but its codec delays no values "
-            f"and applies none; use one of codec_of_gradients that does"
+            f"and applies no momentum; codec_of_gradients must return a codec that applies it"
         )
     return [
         message
@@ -118,7 +118,7 @@ def publish_directions(rank: RankPlan) -> list[Message]:
 
 
 def clip(rank: RankPlan) -> list[Message]:
-    """Return the reduction that bounds a step, if no rank has all directions."""
+    """Return the reduction that a clip needs if no rank has all directions."""
     ranks = rank.grid.count
     if not rank.layers or ranks == 1 or not rank.owner_updates:
         return []
@@ -139,7 +139,7 @@ def publish_weights(rank: RankPlan) -> list[Message]:
 
 
 def publishes_changes(rank: RankPlan) -> bool:
-    """Return whether weight changes are sent, which tolerate rounding, unlike weights."""
+    """Return whether weight changes, which tolerate rounding, are sent instead of weights."""
     owner = rank.owner_updates and rank.grid.count > 1
     return owner and _codec_of_values(rank, rank.layouts.gradients) is not None
 
@@ -190,7 +190,7 @@ def in_levels(
 
 
 def _fused(rank: RankPlan, turn: int | None) -> dict[str, int]:
-    """Return the message of a stage, by number, of every factor of a turn."""
+    """Return the index of the message in a stage for every factor of a slot."""
     return {factor.name: factor.fused for factor in rank.factors if turn in (None, factor.turn)}
 
 
@@ -198,7 +198,7 @@ def _fused(rank: RankPlan, turn: int | None) -> dict[str, int]:
 
 
 def codec_of_sums(rank: RankPlan, layout: Layout) -> Codec | None:
-    """Return the codec for sums of gradients, or of weight changes, in the form of both."""
+    """Return the codec for sums of gradients or of weight changes, which share a layout."""
     compressor = rank.strategy.compression.gradients
     return None if compressor is None else compressor.codec_of_sums(rank, layout)
 

@@ -1,7 +1,7 @@
-"""From a factor to a decomposition, and from a gradient to a direction: one type per method.
+"""Turn factors into decompositions, and gradients into directions, with one type per method.
 
-The types import neither torch nor MPI, as programs print help from them; each method imports the
-functions that it calls.
+The types import neither torch nor MPI, because programs print help from them; each method imports
+the functions that it calls.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""The decomposition of a factor, retried in higher precision if it fails."""
+"""Decompose factors, and retry in higher precision after a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def decomposed_together(
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Return the decompositions of factors of one order, by block name, from one call.
+    """Return the decompositions of factors of the same order, by block name, from a single call.
 
     Blocks can contain NaN or infinity, and are missing if a factor cannot be decomposed.
 
@@ -52,7 +52,7 @@ def renewed_together(
     older: Sequence[Mapping[str, Tensor]],
     added: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return renewed blocks of factors of one order, by name, and their misfits, `[factors]`.
+    """Return renewed blocks of factors of the same order, by name, and misfits, `[factors]`.
 
     Args:
         packed: the factors as triangles, `[factors, ...]`.
@@ -78,7 +78,7 @@ def renewed_together(
 
 
 def _of_preconditioner(stack: Tensor, dims: int) -> Tensor:
-    """Return a stack as a preconditioner expects it: `[count, ...]`, or a single factor's."""
+    """Return a stack in the shape that preconditioners expect: no `count` for a single factor."""
     return stack.flatten(0, -dims - 1).squeeze(0)
 
 

@@ -19,7 +19,7 @@ LOW_RANK = Combination(
     "rank",
     None,
     {"preconditioner": "eigen", "compression.inverses": None, "preconditioner.dtype": None},
-    "some eigenvectors are kept, and only orthogonal ones determine the complement",
+    "only some eigenvectors are kept, and must be orthogonal to determine the complement",
 )
 RENEWED = Combination(
     "preconditioner.iterations",
@@ -37,9 +37,9 @@ class Eigen(Preconditioner):
     Attributes:
         dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
         iterations: the number of orthogonal iterations that move the older eigenvectors towards
-            those of a new factor. The result is used if its misfit is at most the strategy's
-            `tolerance`; otherwise the factor is decomposed. 0: older eigenvectors are kept
-            unchanged.
+            those of a new factor; with 0, older eigenvectors are kept unchanged. The result is used
+            if its misfit is at most the strategy's `tolerance`; otherwise, the factor is
+            decomposed.
     """
 
     name: ClassVar[str] = "eigen"

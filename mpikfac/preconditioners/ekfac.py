@@ -23,7 +23,7 @@ AS_THEY_ARE = Combination(
     "preconditioner",
     ("ekfac",),
     {"normalization": "expand", "fisher_type": OneOf(("empirical", "mc", "type-2"))},
-    "scales are second moments of the gradients of single examples, as the gradients are",
+    "scales are second moments of the unscaled gradients of single examples",
 )
 
 

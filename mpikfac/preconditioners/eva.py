@@ -1,4 +1,4 @@
-"""Mean vectors, with A and G as the squares of vectors [Zhang et al. 2023, Eva]."""
+"""Mean vectors, whose outer products replace A and G [Zhang et al. 2023, Eva]."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEEDS = (
         "preconditioner",
         ("eva",),
         {"transport.packing": "triangle", "refresh.tolerance": 0, "refresh.servers": 0},
-        "vectors are neither squares nor decomposed",
+        "vectors are not matrices, and nothing is decomposed",
     ),
     Combination(
         "preconditioner",
@@ -30,7 +30,7 @@ NEEDS = (
         "preconditioner",
         ("eva",),
         {"fisher_type": OneOf(("empirical", "forward-only"))},
-        "mean gradients are 0 at labels that the model gives",
+        "for labels sampled from the model, gradients have mean 0",
     ),
     Combination(
         "preconditioner",
@@ -47,7 +47,7 @@ NEEDS = (
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Eva(Preconditioner):
-    """Mean vectors of inputs and of output gradients; nothing is decomposed."""
+    """Use mean vectors of inputs and of output gradients; nothing is decomposed."""
 
     name: ClassVar[str] = "eva"
     form: ClassVar[Form] = Form(name, {"vector": 1}, keeps="vector", work=1, needs=NEEDS)

@@ -20,14 +20,14 @@ ONE_OWNER = Combination(
     "preconditioner",
     ("inverse",),
     {"assignment.colocate_factors": True, "assignment.factor_reduction": "allreduce"},
-    "the traces of A and G split the damping, so both factors need one owner, unless "
+    "the damping is split by the traces of A and G, so both factors need the same owner, unless "
     "split_damping=False",
     any_of=True,
 )
 
 
 class Inverses(Preconditioner):
-    """The base of preconditioners that invert damped factors."""
+    """The base class of preconditioners that invert damped factors."""
 
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None
@@ -38,14 +38,14 @@ class Inverses(Preconditioner):
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return no blocks, and the error of the directions computed by the older inverse."""
+        """Return no blocks, and the error of directions computed with the older inverse."""
         assert damping is not None
         return {}, numerics.error_of_inverse(numerics.damp(factor, damping), blocks["inverse"])
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return `G^-1 gradient A^-1` `[outputs, inputs]`, with damped inverses in their dtype."""
         a, g = held.a["inverse"], held.g["inverse"]
-        # The inverse of A is symmetric, and `product` takes its transpose without a copy.
+        # The inverse of A is symmetric, and `product` accepts its transpose without a copy.
         return numerics.from_right(
             numerics.from_left(g, gradient.to((*a, *g)[0].dtype)), a, transpose=True
         )
@@ -58,8 +58,8 @@ class Inverse(Inverses):
     A change of damping takes effect at the next decomposition.
 
     Attributes:
-        split_damping: A and G split the damping, so that p q is the damping; otherwise p and q are
-            both the damping, as in published implementations.
+        split_damping: whether A and G split the damping, so that p q is the damping; otherwise, p
+            and q are both equal to the damping, as in published implementations.
         dtype: inverses are kept, sent and multiplied in this dtype; None for the model's.
     """
 

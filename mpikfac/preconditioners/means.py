@@ -1,4 +1,4 @@
-"""Mean eigenvalues of factors, relative to which dampings and rounding errors are measured."""
+"""Mean eigenvalues of factors, relative to which damping and rounding errors are measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Factors = tuple[Factor, ...]
 def mean_eigenvalues(
     keys: Iterable[Factors], packed: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[Factors, Tensor]:
-    """Return the mean eigenvalue of groups of factors of a layer, `[groups]`, for each key.
+    """Return, for each key, the mean eigenvalue of its factors, `[groups]`.
 
     The tensors are views of one vector. Keys whose factors are not all in `packed` are left out.
 

@@ -1,4 +1,4 @@
-"""Newton-Muon: K-FAC's A alone, for orthogonal directions."""
+"""Newton-Muon: orthogonal directions from K-FAC's A alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALONE = Combination(
     "preconditioner",
     ("newton-muon",),
     {"fisher_type": "forward-only"},
-    "the identity takes the place of G",
+    "the identity replaces G",
 )
 
 

@@ -1,4 +1,4 @@
-"""The base of preconditioners: from factor to decomposition, and from gradient to direction."""
+"""The base class of preconditioners: from factor to decomposition, from gradient to direction."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class Held:
     damping: float = 0.0
 
     def sides(self, kind: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the blocks of one kind, of A and of G, in that dtype."""
+        """Return the blocks of one kind, of A and of G, in the given dtype."""
         return [b.to(dtype) for b in self.a[kind]], [b.to(dtype) for b in self.g[kind]]
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """The settings that `KFAC` uses where none are given; it says what they mean.
+    """The settings that `KFAC` uses where none are given; see `KFAC` for their meaning.
 
-    An interval of None is the default one, which a budget stretches.
+    An interval of None is the default one, which a budget can lengthen.
     """
 
     damping: Damping = field(default_factory=Damping)
@@ -76,17 +76,18 @@ class Defaults:
     matmul_precision: Precision | None = None
 
     def override(self, clip: Clip | None = None, **given: Any) -> Defaults:
-        """Return these settings with the given ones in their place; None is not given.
+        """Return these settings, replaced by the given ones unless they are None.
 
         Args:
-            clip: bounds the lengths of directions, so grafting has to be given with it.
+            clip: bounds the lengths of directions; with a clip, the default grafting is
+                `NoGrafting()`.
         """
         if clip is not None and given.get("grafting") is None:
             given["grafting"] = NoGrafting()
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def intervals(self, budget: Budget, stagger: int) -> tuple[float | Schedule, float | Schedule]:
-        """Return both intervals, with the usual one, stretched by the budget, for None."""
+        """Return both intervals; in place of None, the default one, lengthened by the budget."""
         usual = budget.stretched(usual_intervals(stagger))
         factors, bases = self.factor_update_steps, self.inv_update_steps
         return (
@@ -104,7 +105,7 @@ class Preconditioner(Choice):
     dataclass whose fields are its settings; ranks compare preconditioners by their `repr`.
 
     Attributes:
-        defaults: the values of settings of `KFAC` that are not given.
+        defaults: the values for settings of `KFAC` that are not given.
     """
 
     defaults: ClassVar[Defaults] = Defaults()
@@ -148,7 +149,7 @@ class Preconditioner(Choice):
     def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
         """Return X and Y for a layer's averaged gradient: A averages `X^T X`, and G `Y Y^T`.
 
-        Called only if the form says that factors are `of` the gradient.
+        Called only if the form states that factors are `of` the gradient.
 
         Args:
             gradient: `[outputs, inputs]`, or `[groups, outputs, inputs]`, as are X and Y.
@@ -175,7 +176,7 @@ class Preconditioner(Choice):
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return blocks that can change without a new decomposition, and the misfit `[]` of all.
+        """Return the blocks that can change without a new decomposition, and the total misfit `[]`.
 
         The misfit is relative. A preconditioner that has no cheap misfit returns NaN, which
         exceeds every tolerance.
@@ -188,7 +189,7 @@ class Preconditioner(Choice):
         return {}, factor.new_full(factor.shape[:-2], float("nan"))
 
     def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
-        """Write the damped products of eigenvalues of all its layers to `denominators`.
+        """Write the damped products of the eigenvalues of all its layers to `denominators`.
 
         Called only if the form has `denominators`, when damping or decompositions have changed.
         """

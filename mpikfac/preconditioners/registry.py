@@ -23,7 +23,7 @@ PRECONDITIONERS: dict[PreconditionerName, Preconditioner] = {kind.name: kind() f
 
 
 def named_preconditioner(preconditioner: PreconditionerName | Preconditioner) -> Preconditioner:
-    """Return the preconditioner of a name; a `Preconditioner` is returned unchanged.
+    """Return the preconditioner with a name; a `Preconditioner` is returned unchanged.
 
     Raises:
         ValueError: no preconditioner has the name.
@@ -48,7 +48,7 @@ def preconditioners_by_name(
 
 
 def forms(preconditioner: PreconditionerName | Preconditioner) -> tuple[Form, ...]:
-    """Return the descriptions for a plan: of the run's preconditioner, then of all others."""
+    """Return the descriptions for a plan, first of the run's preconditioner, then of all others."""
     return tuple(entry.form for entry in preconditioners_by_name(preconditioner).values())
 
 
@@ -72,7 +72,7 @@ def make_plan(
         basis_itemsize: bytes per element of decompositions; `itemsize` if None.
 
     Raises:
-        ValueError: a choice cannot work; the text has its needs.
+        ValueError: choices cannot be combined; the message states what is required.
     """
     itemsizes = itemsize, factor_itemsize, basis_itemsize
     return plan_for(layers, ranks, strategy, others, forms(preconditioner), *itemsizes)

@@ -42,8 +42,8 @@ OF_ALLTOALLV = {
     1024: {0: "linear"},
 }
 # Open MPI at 8efebee, ompi/mca/coll/tuned/coll_tuned_decision_fixed.c and coll/libnbc, for
-# commutative sums and ranks that share nodes. Ranges of a few KiB are joined. Not included:
-# coll/han, Open MPI's own two-level collectives for several ranks on several nodes.
+# commutative sums and ranks that share nodes. Ranges of a few KiB are merged with their neighbours.
+# Not included: coll/han, Open MPI's own two-level collectives for several ranks on several nodes.
 OPEN_MPI: Table = {
     "Allreduce": {
         2: {0: "doubling", 16 * KIB: "ring", 256 * KIB: "rabenseifner"},
@@ -132,8 +132,8 @@ class Round(NamedTuple):
     """The bytes on the busiest links in a round of a collective.
 
     Attributes:
-        size: bytes of the busiest member, in or out.
-        leaving: bytes of the busiest node, in or out.
+        size: the bytes that the busiest member sends or receives, whichever are more.
+        leaving: the bytes that leave or enter the busiest node, whichever are more.
         times: the number of rounds of this kind.
     """
 
@@ -150,10 +150,10 @@ def chosen(primitive: str, parts: Parts, library: str = "Open MPI") -> str:
 
 
 def rounds(primitive: str, algorithm: str, parts: Parts, together: int = 1) -> list[Round]:
-    """Return the rounds of a collective, the last one at the end.
+    """Return the rounds of a collective, with the final round last.
 
     Args:
-        together: neighbouring members on a node.
+        together: the number of neighbouring members on a node.
     """
     alone = together >= len(parts)  # on one node, so nothing leaves it
     found = ROUNDS[primitive][algorithm](np.asarray(parts, float), 1 if alone else together)
@@ -209,7 +209,8 @@ def _busiest(
 def _ring(parts: np.ndarray, together: int, first: int = 0) -> list[Round]:
     """Pass all parts on to the next member, starting with part `r + first` on member r.
 
-    The largest part is always in flight. Between nodes, the parts at each position alternate.
+    The largest part is always in flight. Between nodes, the positions of the parts in flight
+    alternate.
     """
     ranks, largest = len(parts), parts.max()
     turns = Counter((together - 1 + first - k) % together for k in range(ranks - 1))
@@ -247,7 +248,7 @@ def _all_rows_at_once(sizes: np.ndarray, together: int) -> list[Round]:
 
 
 def _neighbour(parts: np.ndarray, together: int) -> list[Round]:
-    """Exchange with the two neighbours alternately: first the own part, then the last pair."""
+    """Exchange with the two neighbours alternately: first one part, then the last pair received."""
     ranks = len(parts)
     if ranks % 2:
         return _ring(parts, together)
@@ -263,7 +264,7 @@ def _neighbour(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _crossing(pairs: np.ndarray, turn: int, of_node: int) -> float:
-    """Return the bytes of the busiest node, of `of_node` pairs, when pairs cross once more."""
+    """Return the bytes of the busiest node, which has `of_node` pairs, when pairs cross again."""
     first = np.arange(0, len(pairs), of_node)  # of each node
     to_left, to_right = (np.take(pairs, at, mode="wrap") for at in (first + turn, first - 1 - turn))
     return float(
@@ -321,7 +322,10 @@ def _rabenseifner(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _there_and_back(parts: np.ndarray, together: int) -> list[Round]:
-    """Return the rounds in reverse, without the last, in which joined members get the sums."""
+    """Return the rounds that halve the sums, and the same rounds in reverse.
+
+    The last round, in which joined members get the sums, is left out.
+    """
     size, whole = parts.sum(), _whole(len(parts))
     first = 2 * [_exchange(size / 2, 1, together)] if whole < len(parts) else []
     there = _halved(_equal(size, whole), together)
@@ -465,7 +469,10 @@ def _equal(size: float, ranks: int) -> np.ndarray:
 
 
 def _folded(parts: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the parts of a power of two of members, and the number of first pairs joined."""
+    """Return the parts, joined so that their number is a power of two, and the number of pairs.
+
+    The parts of the first members are joined in pairs.
+    """
     extra = len(parts) - _whole(len(parts))
     pairs = parts[: 2 * extra].reshape(-1, 2).sum(1)
     return np.concatenate([pairs, parts[2 * extra :]]), extra

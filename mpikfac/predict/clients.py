@@ -1,4 +1,4 @@
-"""Simulate asynchronous clients and servers on a machine: seconds, staleness, load of servers."""
+"""Simulate asynchronous clients and servers on a machine: step times, staleness, server load."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ UPDATES = 200  # per client; the first tenth is discarded
 
 
 class Played(NamedTuple):
-    """Means over the updates of clients.
+    """Means over the clients' updates.
 
     Attributes:
         seconds: the time from one update of a client to the next.
-        waiting: the part of this time in which a client waits for updates of other clients.
+        waiting: the part of this time in which a client waits for other clients' updates.
         staleness: see `Clients`.
     """
 
@@ -33,9 +33,9 @@ def play_clients(clients: int, computing: float, service: float, spread: float =
     """Simulate clients that compute, push, and wait until servers have processed earlier updates.
 
     Args:
-        computing: the mean time of a client from new weights to the next push, in seconds.
+        computing: the mean time that a client takes from new weights to the next push, in seconds.
         service: the time that servers take per update (push, step and fetch), in seconds.
-        spread: standard deviation of the logarithm of the computing time.
+        spread: the standard deviation of the logarithm of the computing time.
     """
     draws = random.Random(0)
 
@@ -62,7 +62,9 @@ def play_clients(clients: int, computing: float, service: float, spread: float =
 
 
 def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
-    """Predict the steps of asynchronous clients; all ranks of the plan train, servers are extra.
+    """Predict the steps of asynchronous clients.
+
+    All ranks of the plan train, and servers are additional ranks.
 
     Servers own equal shards of the weights and process updates one after another. Pushes and
     fetches share the link of a server. A warm start is not simulated.

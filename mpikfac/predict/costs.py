@@ -33,7 +33,7 @@ from mpikfac.predict.machine import Level, Machine, Network, Sample, fitted, int
 UNEQUAL = ("Reduce_scatter", "Alltoall", "Allgatherv")
 BLOCKING = {"Iallreduce": "Allreduce", "Ireduce": "Reduce"}
 MEASURED_AS = BLOCKING | {"Alltoallv": "Alltoall"}
-DRAWS = 512  # points of the quadrature over the slowest rank
+DRAWS = 512  # points of the quadrature for the slowest rank's time
 CHAINED = 4 * PIECE  # bytes of a piece of a message, in float32
 PIECES = dict.fromkeys(("Allreduce", "Reduce", "Reduce_scatter", "Alltoall"), CHAINED)
 PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)
@@ -41,7 +41,7 @@ PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)
 
 
 def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the time of a collective of `rank` from the last member's arrival, in seconds."""
+    """Return the time of a message of `rank` after the last member's arrival, in seconds."""
     ranks, nodes, sharing = placed(plan.grid.team(rank, message.over), plan, machine)
     codec = message.codec.name if message.codec else None
 
@@ -77,7 +77,7 @@ def overlapped_seconds(message: Message, plan: Plan, rank: int, machine: Machine
 
 
 def agreement_seconds(plan: Plan, machine: Machine) -> float:
-    """Return the seconds in which ranks agree on an overlapped message: a reduction of 1 byte."""
+    """Return the time in which ranks agree on an overlapped message, by a reduction of 1 byte."""
     ranks, nodes, sharing = placed(plan.grid.team(0, "world"), plan, machine)
     return collective_seconds("Iallreduce", 1, ranks, machine, nodes, sharing)
 
@@ -89,7 +89,7 @@ def basis_seconds(size: int, plan: Plan, machine: Machine) -> float:
 
 
 def placed(ranks: range, plan: Plan, machine: Machine) -> tuple[int, int, int]:
-    """Return the numbers of ranks, of nodes, and of equal communicators that leave a node."""
+    """Return the numbers of ranks, of nodes, and of such communicators that share a node's link."""
     per_node = machine.ranks_per_node or ranks.stop
     nodes = len({rank // per_node for rank in ranks})
     together = math.ceil(len(ranks) / nodes)  # members on one node
@@ -112,7 +112,7 @@ def collective_seconds(
     Args:
         size: bytes of the whole buffer, as sent.
         sharing: the number of communicators that do the same at once and share a node's link.
-        codec: the encoding; it costs 0 s if it was not measured.
+        codec: the encoding, which is assumed to take no time if it was not measured.
         parts: bytes of every member's part, for Alltoallv from every member to every member; equal
             parts by default.
     """
@@ -159,8 +159,8 @@ def nearest(
 ) -> Sample | None:
     """Return the measurement with the nearest number of ranks; None if there is none.
 
-    Collectives on a single node are compared with measurements on a single node, those on several
-    nodes with measurements on several nodes.
+    Collectives on a single node are compared only with measurements on a single node, and those on
+    several nodes only with measurements on several nodes.
     """
 
     def distance(sample: Sample) -> tuple[float, float]:
@@ -204,8 +204,8 @@ def _converted(
 ) -> float:
     """Scale a time measured with equal parts to another collective, by their modelled times.
 
-    The latency is scaled by the ratio of modelled latencies, the rest by that of the times for
-    bytes.
+    The latency is scaled by the ratio of the modelled latencies, and the rest by the ratio of the
+    modelled times for bytes.
     """
     line = fitted(sample.points)
     largest = sample.points[-1][0]
@@ -247,7 +247,8 @@ def factor_seconds(factor: Factor, machine: Machine) -> float:
     if timed not in machine.decompositions and timed != preconditioner:
         raise ValueError(
             f"machine {machine.name!r} has no times for preconditioner={timed!r}, whose "
-            f"decompositions preconditioner={preconditioner!r} uses; calibrate a machine"
+            f"decompositions preconditioner={preconditioner!r} uses; measure them with mpikfac "
+            f"calibrate"
         )
     full = machine.decomposition(timed, factor.order)
     return full * (factor.work() / factor.order**3)
@@ -256,10 +257,10 @@ def factor_seconds(factor: Factor, machine: Machine) -> float:
 def precondition_seconds(
     plan: Plan, rank: int, machine: Machine, network: Network, orthogonal: bool = True
 ) -> float:
-    """Return the seconds in which `rank` preconditions its layers.
+    """Return the time in which `rank` preconditions its layers, in seconds.
 
-    They are the layers' fraction of a measurement of all layers, or else a sum over products. For
-    vectors, the fraction is by the number of elements. Measurements include making directions
+    It is the layers' fraction of a time measured for all layers, or else a sum over products. For
+    vectors, the fraction is that of the elements. Measured times include making directions
     orthogonal.
 
     Args:
@@ -298,9 +299,9 @@ def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
 
 
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
-    """Return the time of a batch's statistics on `rank`, by the elements of its factors.
+    """Return the time of a batch's statistics on `rank`, by the number of elements of its factors.
 
-    Measurements cover both factors of every layer.
+    Measured times cover both factors of every layer.
 
     Raises:
         ValueError: the machine has no times for the vectors or products that the plan needs.
@@ -316,7 +317,7 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
 
 
 def moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds in which `rank` computes factors of the averaged gradient.
+    """Return the time in which `rank` computes factors of the averaged gradient, in seconds.
 
     Raises:
         ValueError: the machine has no rates for products.
@@ -339,7 +340,7 @@ def moments(plan: Plan, rank: int) -> Iterator[int]:
 
 
 def product_seconds(multiplications: int, machine: Machine) -> float:
-    """Return the time of a matrix product, at the rate of a cube of as many operations.
+    """Return the time of a matrix product, at the rate of square matrices with as many operations.
 
     Raises:
         ValueError: the machine has no rates for products.

@@ -1,6 +1,6 @@
 """Describe a machine by the times of messages and computations, measured or published.
 
-Machines are stored as JSON. A point is a pair: bytes or order, and the value found.
+Machines are stored as JSON. A point is a pair: bytes or order, and the value measured for it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Level:
 
 @dataclass(frozen=True)
 class Sample:
-    """Store the measured times of a collective, while all ranks are in equal collectives.
+    """Store the times of a collective, measured while all ranks are in the same collective.
 
     Attributes:
         ranks: the number of members of the communicator.
-        nodes: the number of nodes of the members.
+        nodes: the number of nodes that the members are on.
         sharing: the number of communicators of the same kind that leave a node at once.
-        points: bytes of the whole buffer, ascending, and median time of the slowest rank.
+        points: the bytes of the whole buffer, ascending, and the slowest rank's median time.
         codec: the encoding; the seconds include encoding and decoding.
     """
 
@@ -69,11 +69,11 @@ class Network:
 
     Attributes:
         batch: images per rank.
-        backward: backward pass without statistics.
+        backward: the time of the backward pass without statistics.
         statistics: the additional time of a step with new factors.
-        gradients: reading, checking, clipping and writing back gradients.
-        precondition: all layers on a single rank, with inverses; None: computed from
-            `Machine.products`.
+        gradients: the time to read, check, clip and write back gradients.
+        precondition: the time to precondition all layers on a single rank, with inverses; None: it
+            is computed from `Machine.products`.
         vector_statistics: like `statistics`, for factors that are squares of vectors.
         vector_precondition: like `precondition`, for squares of vectors; None if unknown.
     """
@@ -101,12 +101,13 @@ class Machine:
         inside: the network level inside a node.
         between: the network level between nodes; None for a single node.
         samples: measured collectives; other collectives are computed from the levels.
-        decompositions: orders of factors, ascending, and their times, by preconditioner.
-        hidden: the fraction of an overlapped message's seconds that does not slow the computation;
-            less than 1 if ranks have no spare core, and negative if overlapping costs more than not
-            overlapping.
-        products: order and rate of a matrix product, in operations per second, ascending; empty
-            if unknown.
+        decompositions: the orders of factors, ascending, and the times to decompose them, by
+            preconditioner.
+        hidden: the fraction of an overlapped message's time that does not slow the computation;
+            less than 1 if ranks have no spare core, and negative if overlapping costs more than it
+            saves.
+        products: the orders of square matrices, ascending, and the rates of their products, in
+            operations per second; empty if unknown.
         library: the MPI library, which determines the algorithms of collectives.
     """
 
@@ -133,7 +134,7 @@ class Machine:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def network(self, model: str, batch: int) -> Network:
-        """Return a model's seconds at `batch` images per rank, interpolated linearly.
+        """Return a model's times at `batch` images per rank, interpolated linearly.
 
         Beyond the measured batches, the parts of the step that grow with the batch are scaled.
 
@@ -147,7 +148,7 @@ class Machine:
         if not networks:
             models = ", ".join(sorted({network.model for network in self.networks})) or "none"
             raise ValueError(
-                f"machine {self.name!r} has no times for model={model!r}, only of: {models}; "
+                f"machine {self.name!r} has no times for model={model!r}, only for: {models}; "
                 f"measure them with mpikfac calibrate --model {model}"
             )
         batches = [network.batch for network in networks]
@@ -161,7 +162,7 @@ class Machine:
         return Network(model, batch, **values)
 
     def decomposition(self, preconditioner: str, order: int) -> float:
-        """Return the seconds to decompose a factor; cubic in the order beyond the largest one.
+        """Return the seconds to decompose a factor, cubic in the order beyond the largest measured.
 
         Raises:
             ValueError: the machine has no times for the preconditioner.
@@ -170,7 +171,7 @@ class Machine:
         if not points:
             raise ValueError(
                 f"machine {self.name!r} has no times for preconditioner={preconditioner!r}, only "
-                f"of: {', '.join(self.decompositions) or 'none'}"
+                f"for: {', '.join(self.decompositions) or 'none'}"
             )
         largest = points[-1][0]
         return interpolated(points, order) * max(1.0, order / largest) ** 3
@@ -180,7 +181,8 @@ def machine_from_json(text: str | bytes) -> Machine:
     """Return the machine that `Machine.to_json` wrote.
 
     Raises:
-        ValueError: the text is not a machine; the error names the wrong key and a valid value.
+        ValueError: the text does not describe a machine; the message names the wrong key and a
+            valid value.
     """
     values = _checked(files.json_of(text), Machine, "the file")
     _check_types(values, Machine)
@@ -219,7 +221,7 @@ def machine_from_json(text: str | bytes) -> Machine:
 
 
 def load_machine(name: str) -> Machine:
-    """Load the machine of a JSON file, or a published machine of the package by name.
+    """Load a machine from a JSON file, or a published machine of the package by name.
 
     Raises:
         ValueError: the file does not exist, or does not contain a machine.
@@ -259,7 +261,7 @@ def fitted(points: Sequence[Point]) -> Level:
     size, seconds = np.asarray(points, float).T
     terms = np.stack([1 / seconds, size / seconds], axis=1)
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(size)), rcond=None)[0]
-    if latency <= 0:  # noise: the smallest message is an upper bound, where the line starts
+    if latency <= 0:  # noise: start the line at the smallest message's time, an upper bound
         latency = min(seconds)
         per_byte = max((seconds - latency) @ size, 0.0) / (size @ size)
     # If points show only latency, the bandwidth is at most 1000 times the largest message's rate.
@@ -281,9 +283,7 @@ def _network(entry: Any) -> Network:
     for key, value in values.items():
         left_out = key in OPTIONAL and value is None
         if key not in ("model", "batch") and not left_out and not _is_number(value):
-            raise ValueError(
-                f"networks.{key}={reprlib.repr(value)} must be a finite number of at least 0"
-            )
+            raise ValueError(f"networks.{key}={reprlib.repr(value)} must be a finite number >= 0")
     _check_count("networks.batch", values["batch"])
     return Network(**values)
 
@@ -310,7 +310,7 @@ def _list(values: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 def _check_count(key: str, value: Any) -> None:
     if type(value) is not int or not 1 <= value <= LARGEST:
-        raise ValueError(f"{key}={reprlib.repr(value)} must be a whole number of at least 1")
+        raise ValueError(f"{key}={reprlib.repr(value)} must be a whole number >= 1")
 
 
 def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:
@@ -328,10 +328,10 @@ def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:
 
 
 def _check_types(values: Mapping[str, Any], kind: Any, key: str = "") -> None:
-    """Check the keys of a JSON object that are text, text or null, or an object."""
+    """Check the values of a JSON object that must be a string, a string or null, or an object."""
     types: dict[str, tuple[Any, str]] = {
-        "str": (str, "a text"),
-        "str | None": ((str, type(None)), "a text or null"),
+        "str": (str, "a string"),
+        "str | None": ((str, type(None)), "a string or null"),
         "Mapping[str, Any]": (dict, "an object of keys and values"),
         "Mapping[str, str]": (dict, "an object of keys and values"),
     }
@@ -346,7 +346,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _points(pairs: Any, key: str) -> tuple[Point, ...]:
-    """Return pairs of positive numbers, the first numbers ascending."""
+    """Return pairs of positive numbers, with the first numbers in ascending order."""
     try:
         points = tuple((float(x), float(y)) for x, y in pairs)
     except (OverflowError, TypeError, ValueError):

@@ -11,11 +11,11 @@ from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY, AdamGrafting, Grafting
 
 @dataclass(frozen=True)
 class Job:
-    """Describe the training.
+    """Describe a training job.
 
     Attributes:
-        batch: images per rank.
-        stragglers: standard deviation of the logarithm of a rank's computing time.
+        batch: the number of images per rank.
+        stragglers: the standard deviation of the logarithm of a rank's computing time.
         grafting: determines the lengths of directions.
     """
 
@@ -33,10 +33,10 @@ class Clients:
 
     Attributes:
         number: the number of clients.
-        updates: updates per second, of all clients.
-        staleness: the mean number of other clients' updates between the weights that an update was
-            computed from and the update itself.
-        busy: the fraction of the time in which a server works.
+        updates: the updates of all clients per second.
+        staleness: the mean number of other clients' updates that are applied between the fetch of
+            weights for an update and the update itself.
+        busy: the fraction of the time during which a server is busy.
     """
 
     number: int
@@ -54,7 +54,7 @@ class Step:
         exposed: the time of the step in which a rank waits for messages without computing.
         waiting: the time of the step in which a rank waits for slower ranks to compute.
         overlapped: the time of messages that are sent during computations, hidden or not.
-        sent: bytes that a rank sends if collectives are rings.
+        sent: the bytes that a rank sends if collectives are rings.
         stages: the time by stage, including the hidden time of overlapped messages.
     """
 
@@ -71,11 +71,11 @@ class Prediction:
     """Store the predicted steps of a plan on a machine.
 
     Attributes:
-        mean: the mean over all steps, also of `stages` and `sent`.
+        mean: the mean over all steps, including the means of `stages` and `sent`.
         ordinary: a step without new factors.
         factors: a step with new factors.
         refresh: a step with new factors and new bases.
-        memory: bytes of the plan's arenas and of grafting, on the rank with the most.
+        memory: the bytes of the plan's arenas and of grafting, on the rank where they are largest.
         clients: the updates of asynchronous clients; otherwise None.
     """
 

@@ -1,7 +1,7 @@
-"""Simulate the steps of a plan on a machine: the total time, and that of communication.
+"""Simulate the steps of a plan on a machine: their total time, and the time of communication.
 
-Ranks meet in collectives, so a stage takes as long as it does on the slowest rank. A few
-representative ranks are enough, so plans of thousands of ranks are simulated in seconds.
+Ranks wait for each other in collectives, so a stage takes as long as it does on the slowest rank.
+Simulating a few representative ranks is enough, so plans for thousands of ranks take seconds.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Event(NamedTuple):
             "wait" for the urgent messages, or "wait for all" messages.
         ready: the fraction of the backward pass after which an overlapped message is sent.
         slowdown: seconds by which an overlapped message slows the computation.
-        agreement: seconds before an overlapped message if no other message is in flight; otherwise
-            all ranks agree on the message in the meantime.
+        agreement: seconds in which all ranks agree to send an overlapped message; they are hidden
+            if another message is in flight.
     """
 
     stage: str
@@ -54,11 +54,11 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """Predict the steps of `plan` on a machine.
 
     With replicas of the model, every kind of step is a mean over steps with and without an
-    exchange. With clients and servers, a step is that of a client.
+    exchange. With clients and servers, the steps are those of a client.
 
     Raises:
-        ValueError: the machine has no times for the model or of the preconditioner, or a value of
-            the job is out of bounds.
+        ValueError: the machine has no times for the model or for the preconditioner, or a field of
+            the job is out of range.
     """
     _check(job)
     if not plan.strategy.sync.waits_for_all:
@@ -87,7 +87,7 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
 def cheapest(
     plans: Mapping[Name, Plan], machine: Machine, job: Job, memory: int | None = None
 ) -> Name:
-    """Return the name of the plan with the shortest mean step within `memory` bytes per rank.
+    """Return the name of the plan with the shortest mean step that fits in `memory` bytes per rank.
 
     Raises:
         ValueError: no plan fits into `memory`; see also `simulate`.
@@ -106,10 +106,10 @@ def memory(plan: Plan, rank: int, job: Job) -> dict[str, int]:
 
 
 def representatives(plan: Plan) -> list[int]:
-    """Return a few ranks that bound a step, and the last rank, which might own nothing.
+    """Return a few ranks that determine a step's time, and the last rank, which might own nothing.
 
     They are the ranks with the longest decompositions, the most elements in their own factors, the
-    most elements in the factors of their column, and the most preconditioning.
+    most elements in the factors of their column, and the most work to precondition.
     """
     owners = sorted(set(plan.owners.values())) or [0]
     squares = {rank: sum(f.work(2) for f in plan.of(rank).owned) for rank in owners}
@@ -134,7 +134,10 @@ def representatives(plan: Plan) -> list[int]:
 
 
 def shares(job: Job, stagger: int = 1) -> dict[tuple[bool, bool], float]:
-    """Return the fraction of steps of each kind: with or without new factors, and new bases."""
+    """Return the fraction of steps of each kind: with or without new factors, and new bases.
+
+    The keys are pairs: whether a step computes new factors, and whether it computes new bases.
+    """
     between = job.inv_update_steps // stagger
     factors, bases = 1 / job.factor_update_steps, 1 / between
     both = 1 / math.lcm(job.factor_update_steps, between)
@@ -149,8 +152,8 @@ def shares(job: Job, stagger: int = 1) -> dict[tuple[bool, bool], float]:
 def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
     """Return the time of all events, and the time in which the rank does not compute, in seconds.
 
-    Messages are sent one by one. Overlapped messages can continue for `slack` seconds after the
-    last event, during the next step.
+    Messages are sent one after another. Overlapped messages can continue for `slack` seconds after
+    the last event, during the next step.
     """
     now = computed = 0.0
     urgent = line = 0.0  # end of the urgent messages, and of all messages
@@ -179,7 +182,8 @@ def sequence(
 ) -> list[Event]:
     """Return computations and messages in the order of a step.
 
-    With `overlap`, the backward pass is in slices, and some messages are ready after every slice.
+    With `overlap`, the backward pass is divided into slices, and some messages are ready after
+    every slice.
     """
     events: list[Event] = []
     sent = [message for message in messages if message.kind in OVERLAPPED]
@@ -301,7 +305,7 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
 
 
 def _ready(message: Message, plan: Plan, rank: int) -> float:
-    """Return the fraction of the backward pass before a message, if layers took equally long."""
+    """Return the fraction of the backward pass before a message, if layers take equally long."""
     gradients = message.stage == names.REDUCE_GRADIENTS
     layouts = plan.of(rank).layouts
     layout = layouts.gradients if gradients else layouts.statistics
@@ -319,7 +323,7 @@ def _ready(message: Message, plan: Plan, rank: int) -> float:
 
 
 def _awaited(plan: Plan, machine: Machine, turn: int | None, step: float) -> float:
-    """Return the seconds in which ranks wait for bases of curvature servers that are due."""
+    """Return the seconds in which ranks wait for the bases that curvature servers must deliver."""
     loads = [0.0] * plan.strategy.refresh.servers
     for rank in sorted(set(plan.owners.values())):
         seconds = costs.decompose_seconds(plan, rank, machine, turn)
@@ -377,6 +381,6 @@ def _mean(kinds: Sequence[tuple[Step, float]]) -> Step:
 def _check(job: Job) -> None:
     for name in ("batch", "factor_update_steps", "inv_update_steps"):
         if getattr(job, name) < 1:
-            raise ValueError(f"{name}={getattr(job, name)} must be a whole number of at least 1")
+            raise ValueError(f"{name}={getattr(job, name)} must be a whole number >= 1")
     if not 0 <= job.stragglers <= 1:
         raise ValueError(f"stragglers={job.stragglers} must be between 0 and 1")

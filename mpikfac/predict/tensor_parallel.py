@@ -28,8 +28,7 @@ from mpikfac.predict.machine import Machine
 
 Cost = Callable[[Sequence[Message]], float]
 Ways = Mapping[Place, tuple[float, dict[str, Channels]]]
-"""By the role of the last layer of a row: the lowest cost of the row so far, and the split layers.
-"""
+"""By the role of a row's last layer: the lowest cost of the row so far, and its split layers."""
 
 
 def choose_tensor_parallel_plan(
@@ -42,8 +41,8 @@ def choose_tensor_parallel_plan(
     """Return the plan whose messages in a first-order step are cheapest.
 
     All divisors of the number of ranks are tried as `tp_size`. The cost is the bytes that a rank
-    sends in rings, or the time of all messages on a machine. Computations take equally long in
-    all plans. No message is overlapped.
+    sends in rings, or the time of all messages on a machine. Computations are assumed to take
+    equally long in all plans, and no message is overlapped.
 
     Args:
         calls: the layers in the order of the forward pass; see `layer_calls`.
@@ -79,7 +78,7 @@ def tensor_parallel_seconds(
 
 
 def _cost(tp_plan: TensorParallelPlan, ranks: int, machine: Machine | None, itemsize: int) -> Cost:
-    """Return the cost of messages as a function."""
+    """Return a function that computes the cost of messages."""
     if machine is None:
         return lambda messages: sum(message.wire for message in messages)
     split = Split(TensorParallelPlan(tp_plan.tp_size, strided=tp_plan.strided))
@@ -113,7 +112,10 @@ def _cheapest(
 
 
 def _places(call: LayerCall, before: Place, last: bool, tp_size: int) -> Iterator[Place]:
-    """Yield the possible roles of a layer after one at `before`; split layers pass on slices."""
+    """Yield the possible roles of a layer that follows one with the role `before`.
+
+    Of two consecutive split layers, the first one passes slices on to the second.
+    """
     if not before.gives:
         yield Place()
     if before.axis is None or before.gives:

@@ -1,4 +1,4 @@
-"""Choose a strategy for a machine: merged messages, replicated factors; by pure functions."""
+"""Choose a strategy for a machine, and which messages it merges and which factors it replicates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choose(
     process with the joined batch, without stale bases. All candidates are `tuned` first.
 
     Raises:
-        ValueError: the preconditioner supports no strategy; the error is that of the last one.
+        ValueError: the preconditioner supports no strategy; the error is the last candidate's.
     """
     plans, refusal = {}, ValueError("there is no strategy to choose from")
     for name, strategy in _candidates(ranks):
@@ -84,8 +84,9 @@ def tuned(
 ) -> Strategy:
     """Return the strategy with merged messages and replicated factors that suit the machine.
 
-    With `overlap`, overlapped messages are merged again. With `replicate_below`, small factors are
-    replicated up to a new order. Strategies without these options remain unchanged.
+    With `overlap`, layers are distributed over overlapped messages again. With `replicate_below`,
+    the order below which factors are replicated is chosen again. Strategies without these options
+    remain unchanged.
     """
     if ranks == 1:
         return strategy
@@ -125,18 +126,18 @@ def _fusing(strategy: Strategy, fusion: int | tuple[int, ...]) -> Strategy:
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
-    """Return the number of layers per message, front to back, with which messages end first.
+    """Return the numbers of layers per message, front to back, for which messages end earliest.
 
     Messages are sent one after another, from the last layer to the first. A message begins once its
-    layers are ready and the previous message has ended; each merged layer saves a latency. As in
-    MG-WFBP [Shi et al. 2019], but by dynamic programming, which finds the optimum.
+    layers are ready and the previous message has ended; each merged layer saves a latency. This is
+    the problem of MG-WFBP [Shi et al. 2019]; dynamic programming finds its optimum.
 
     Args:
         seconds: by layer, the time of a message of this layer alone, including latency.
         ready: by layer, when values are ready, in seconds from the start of the backward pass.
     """
-    ends = [0.0]  # by number of layers, counted from the last one: the end of their messages
-    before = [0]  # the layers of all of these messages but the last
+    ends = [0.0]  # by number of layers, counted from the last one: when their messages end
+    before = [0]  # the number of layers in all of these messages but the last
     sent = [0.0, *itertools.accumulate(alone - latency for alone in reversed(seconds))]
     for count, at in enumerate(reversed(ready), start=1):
         end, others = min(

@@ -1,4 +1,4 @@
-"""The budget: how many operations K-FAC may add to those of the forward and backward passes."""
+"""Limit how many operations K-FAC adds to those of the forward and backward passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpikfac.settings.schedule import SETTLED, Schedule, evaluate
 from mpikfac.settings.usual import Intervals
 
 AT_FIRST = 1.0  # the budget until `SETTLED`
-LEAST_PASSES = 2**27  # multiplications; shorter steps spend their time on other things
+LEAST_PASSES = 2**27  # multiplications; shorter steps spend most of their time on other things
 LEAST_BLOCK = 128
 WIDE = 1024  # the largest order that is decomposed before the first batch is known
 
@@ -42,20 +42,20 @@ class Budget:
     """Cut factors and lengthen intervals, so that K-FAC stays cheap compared to a batch's passes.
 
     Cutting factors bounds the cost of directions, and longer intervals bound that of updates. Both
-    follow from the plan and the first batch with statistics, over all ranks together. They are
-    therefore the same on all machines, on any number of ranks, and after a restart.
+    depend only on the plan and the first batch with statistics, over all ranks together, so they
+    are the same on all machines, on any number of ranks, and after a restart.
 
     Args:
-        share: the operations of statistics and decompositions, averaged over an interval, relative
-            to the operations of the passes; the limit is 1 in the first 160 steps. None for no
-            limit.
+        share: the maximum number of operations of statistics and decompositions, averaged over an
+            interval, relative to the operations of the passes; 1 during the first 160 steps. None
+            for no limit.
         cuts: whether factors can be cut.
 
     Raises:
         ValueError: `share` is not positive.
 
     Attributes:
-        seen: the vectors that the first batch gave to each layer; empty before it.
+        seen: how many vectors each layer had in the first batch; empty before it.
         operations: the operations of each layer; empty before the first batch.
         total: the operations of all layers together.
     """
@@ -109,7 +109,7 @@ class Budget:
     # -- intervals -------------------------------------------------------------------------------
 
     def stretched(self, usual: Intervals) -> Intervals:
-        """Return the intervals, times the smallest whole number that satisfies the budget."""
+        """Return the intervals times the smallest whole number that satisfies the budget."""
         at_first, settled = (Updates(*(_updates(each, end) for each in usual)) for end in (0, 1))
 
         def longer(interval: Schedule) -> Schedule:
@@ -122,7 +122,7 @@ class Budget:
         return Intervals(*map(longer, usual))
 
     def _stretch(self, updates: Updates, step: int) -> int:
-        """Return this whole number for `updates` per step."""
+        """Return the smallest whole number that satisfies the budget for `updates` per step."""
         if self.share is None or not self.operations:
             return 1
         share = self.share if step >= SETTLED else max(AT_FIRST, self.share)
@@ -132,7 +132,7 @@ class Budget:
     # -- state -----------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Return the sizes of the first batch as text; "" before it."""
+        """Return the sizes of the first batch as text, or "" before it."""
         return json.dumps({n: asdict(s) for n, s in self.seen.items()}) if self.seen else ""
 
 
@@ -143,7 +143,7 @@ def budget_of(
     rule: Callable[[LayerShape], LayerShape],
     strategy: Strategy,
 ) -> Budget:
-    """Return the budget of a run, which does not change intervals or factors set by the user.
+    """Return the budget of a run; it does not change intervals or factors set by the user.
 
     Args:
         intervals: the intervals set by the user, a strategy or a preconditioner; None for the
@@ -153,14 +153,14 @@ def budget_of(
     """
     free = share is not None and all(interval is None for interval in intervals)
     of_vectors = form.of == "statistics" and form.keeps == "matrix" and not form.rescaled
-    # A cut requires parts that can be rebuilt.
+    # Cutting factors requires parts that can be rebuilt.
     fixed = strategy.refresh.servers or strategy.sync.local_steps
     cuts = free and of_vectors and rule is default_rule and not fixed
     return Budget(share if free else None, cuts)
 
 
 def seen_in(text: str) -> dict[str, Seen]:
-    """Return the sizes of a run's first batch, from their text.
+    """Parse the sizes of a run's first batch.
 
     Raises:
         ValueError: the text has a different form.
@@ -176,7 +176,7 @@ def seen_in(text: str) -> dict[str, Seen]:
 
 
 def _updates(interval: Schedule, settled: int) -> float:
-    """Return updates per step once intervals are settled, or the average in the steps before."""
+    """Return the updates per step once intervals are settled, or their average before that."""
     steps = [SETTLED] if settled else range(SETTLED)
     return sum(1 / evaluate(interval, step) for step in steps) / len(steps)
 
@@ -187,9 +187,9 @@ def cost(
     factor_update_steps: float | Schedule,
     inv_update_steps: float | Schedule,
 ) -> tuple[float, str]:
-    """Return the operations of a step relative to those of its passes, and a line about them.
+    """Return the operations of a step relative to those of its passes, and a line to report them.
 
-    Intervals are those after step 160, where they no longer grow.
+    Intervals are those from step 160 on, when they no longer grow.
     """
     updates = [1 / evaluate(each, SETTLED) for each in (factor_update_steps, inv_update_steps)]
     added = {name: one.direction + one.updates(*updates) for name, one in operations.items()}

@@ -25,14 +25,14 @@ SETTINGS: tuple[Combination, ...] = (
         "preconditioner.dtype",
         None,
         {"compression.inverses": None},
-        "decompositions that are kept in a dtype are also sent in it",
+        "decompositions are also sent in the dtype in which they are kept",
     ),
     Combination(
         "matmul_precision",
         ("tf32",),
         {"refresh.staleness": 0, "refresh.servers": AtLeast(1)},
-        "TF32 is a setting of the process, so a background thread would round at random times",
+        "TF32 is a process-wide setting, so background threads would also use it at times",
         any_of=True,
     ),
 )
-"""The needs of the settings of `KFAC`; those of a preconditioner are in its file."""
+"""What the settings of `KFAC` require; the requirements of a preconditioner are in its file."""

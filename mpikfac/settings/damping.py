@@ -14,7 +14,7 @@ GOOD, POOR = 3 / 4, 1 / 4
 
 @dataclass
 class LevenbergMarquardt:
-    """Lower the damping while the quadratic model is accurate, and raise it while it is too good.
+    """Lower the damping while the quadratic model predicts well; raise it if it promises too much.
 
     Pass it to `KFAC` as `damping`. `KFAC.update_damping` changes the damping every few steps
     [Martens & Grosse 2015, 6.5].
@@ -28,7 +28,7 @@ class LevenbergMarquardt:
         max_damping: the maximum damping.
 
     Raises:
-        ValueError: a number is out of bounds.
+        ValueError: a value is out of bounds.
     """
 
     damping: float = 0.03
@@ -63,7 +63,7 @@ class LevenbergMarquardt:
         return steps % self.damping_adaptation_interval == 0
 
     def follow(self, ratio: float) -> None:
-        """Change the damping by the ratio of the actual to the predicted change of the loss."""
+        """Adapt the damping to the ratio of the actual to the predicted change of the loss."""
         factor = self.damping_adaptation_decay**self.damping_adaptation_interval
         if ratio > GOOD:
             self.damping = max(self.damping * factor, self.min_damping)
@@ -83,7 +83,7 @@ class Damping:
         value: the damping itself.
         relative: the damping as a multiple of the mean eigenvalue of each layer's `G (x) A`, or of
             each block, if factors are cut into blocks. A relative damping suits all losses and
-            networks, and needs no tuning while gradients shrink.
+            networks, and need not be tuned as gradients shrink.
 
     Raises:
         ValueError: a number is not positive at step 0, or both are set.

@@ -1,4 +1,4 @@
-"""How factors are estimated, and from which data, as a value."""
+"""Describe how factors are estimated, and from which data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # programs print help from this file, and importing torch tak
 
     from mpikfac.numerics import Loss
 
-# The minimum counts from which a layer's factors are estimated, in a batch of all ranks together.
+# The minimum counts for estimating a layer's factors from a batch, over all ranks together.
 LEAST_EXAMPLES = 32
 LEAST_VECTORS = 3  # for each row of the layer's largest factor
 
@@ -56,7 +56,7 @@ class Subsample:
     """The examples of a layer's calls from which its factors are estimated.
 
     Attributes:
-        distance: from one example to the next; None for `usual_distance`.
+        distance: the distance from one example to the next; None for `usual_distance`.
         order: the number of rows of the layer's largest factor.
         shares: the number of equal shards of a batch.
     """
@@ -102,7 +102,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Estimator:
-    """How factors are estimated: from which gradients, and with which average.
+    """Choose how factors are estimated: from which gradients, and with which averages.
 
     `factor_decay` is a number or a schedule (a function of the step). Programs that use
     fisher_type="mc" or "type-2" call `KFAC.record`. The normalisations are defined in
@@ -118,18 +118,18 @@ class Estimator:
         fisher_type: the gradients from which G is computed: of the loss at the labels of the data
             ("empirical"), at labels sampled from the model's distribution ("mc"), or at all labels
             of that distribution ("type-2"); "forward-only" uses none, and G is the identity.
-        mc_samples: the number of labels per example that fisher_type="mc" samples.
-        subsample: the distance between the examples in a batch from which factors are estimated: 4
-            for every fourth example, where the first one changes from step to step. None: the
-            distance of each layer is chosen to leave at least 32 examples over all ranks, and 3
-            vectors per row of the layer's largest factor, if the ranks have equal shards; it is 1
-            for vectors, diagonals, and the preconditioner "ekfac".
+        mc_samples: the number of labels that fisher_type="mc" samples per example.
+        subsample: the distance between the examples in a batch from which factors are estimated:
+            with 4, every fourth example is used, beginning with a different one from step to step.
+            None: the distance of each layer is chosen to leave at least 32 examples over all ranks,
+            and 3 vectors per row of the layer's largest factor, if the ranks have equal shards; it
+            is 1 for vectors, diagonals, and the preconditioner "ekfac".
         statistics_dtype: the dtype to which inputs of convolutions are rounded before the product;
             None for no rounding.
         factor_dtype: the dtype of the running averages of factors; None for the dtype of the
             statistics of a batch.
         num_per_example_loss_terms: the positions per example over which the mean loss averages,
-            such as the words of a text or the pixels of a segmentation. G of
+            such as the tokens of a text or the pixels of a segmentation. G of
             fisher_type="empirical" is multiplied by this number, so that a damping means the same
             for all types of Fisher matrix; "mc" and "type-2" take the number from the outputs.
 
@@ -165,11 +165,11 @@ class Estimator:
 
     @property
     def of_loss(self) -> bool:
-        """Whether the statistics use the backward passes of the loss, or only those of `turns`."""
+        """Whether the statistics use the backward passes of the loss, not those of `turns`."""
         return self.fisher_type in ("empirical", "forward-only")
 
     def subsampled(self, layer: PlannedLayer, shares: int) -> Subsample:
-        """Return the selection of examples for a layer, from a batch in `shares` equal shards."""
+        """Return the selection of a layer's examples from a batch in `shares` equal shards."""
         every = layer.preconditioner.vector or layer.shape.diagonal or layer.rescaled
         distance = 1 if self.subsample is None and every else self.subsample
         orders = [factor.order for side in layer.shape.sides for factor in layer.side(side)]
@@ -178,7 +178,7 @@ class Estimator:
     def turns(
         self, outputs: Sequence[Tensor], losses: Sequence[Loss]
     ) -> Iterator[tuple[Turn, list[Tensor]]]:
-        """Yield backward passes that replace that of the loss, with their gradients of outputs.
+        """Yield the backward passes that replace the loss's, with their gradients of the outputs.
 
         Args:
             outputs: the outputs of each head.

@@ -1,4 +1,4 @@
-"""Damping, intervals, decay and learning rate as pure functions of the step.
+"""Schedules of damping, intervals, decay and learning rate as pure functions of the step.
 
 A schedule maps a step (0, 1, 2, ...) to a number. It keeps no state, so a resumed run gets the same
 numbers as an uninterrupted one. A number is accepted wherever a schedule is.
@@ -32,11 +32,11 @@ def every(interval: float | Schedule, step: int, name: str = "interval") -> bool
     Step 0 is a multiple of every interval.
 
     Raises:
-        ValueError: the interval is not a whole number of at least 1; the message calls it `name`.
+        ValueError: the interval is not a whole number >= 1; the message calls it `name`.
     """
     steps = evaluate(interval, step, name)
     if steps < 1 or steps != int(steps):
-        raise ValueError(f"{name}={steps!r} at step {step} must be a whole number of at least 1")
+        raise ValueError(f"{name}={steps!r} at step {step} must be a whole number >= 1")
     return step % int(steps) == 0
 
 
@@ -47,7 +47,7 @@ def constant(value: float) -> Schedule:
 
 
 def step_decay(value: float, at: Iterable[int], factor: float) -> Schedule:
-    """Return a schedule of `value`, multiplied by `factor` at each step in `at`."""
+    """Return a schedule that is multiplied by `factor` at each step in `at`, from `value` on."""
     value, factor = check_size("value", value), check_size("factor", factor)
     milestones = [plain(step) for step in at]
     if any(not isinstance(step, int) or step < 0 for step in milestones):
@@ -58,14 +58,14 @@ def step_decay(value: float, at: Iterable[int], factor: float) -> Schedule:
 
 
 def linear(start: float, stop: float, steps: int) -> Schedule:
-    """Return a straight line from `start` at step 0 to `stop` at step `steps` and later."""
+    """Return a line from `start` at step 0 to `stop` at step `steps`, constant afterwards."""
     start, stop = check_size("start", start), check_size("stop", stop)
     steps = check_count("steps", steps, 1)
     return lambda step: start + (stop - start) * step / steps if step < steps else stop
 
 
 def cosine(start: float, stop: float, steps: int) -> Schedule:
-    """Return half a cosine from `start` at step 0 to `stop` at step `steps` and later."""
+    """Return half a cosine from `start` at step 0 to `stop` at step `steps`, then constant."""
     start, stop = check_size("start", start), check_size("stop", stop)
     steps = check_count("steps", steps, 1)
 
@@ -97,9 +97,10 @@ SETTLED = 160
 
 
 def growing(interval: int, multiple: int = 1) -> Schedule:
-    """Return a tenth of an interval until step 20, doubled until it is the interval at step 160.
+    """Return a schedule from a tenth of the interval at step 0 to the interval at step 160.
 
-    The first factors average few batches, and weights move fastest at the beginning.
+    The tenth is doubled at steps 20, 40 and 80. The first factors average few batches, and weights
+    move fastest at the beginning.
 
     Args:
         multiple: a number that divides all intervals.

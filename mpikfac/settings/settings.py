@@ -14,17 +14,17 @@ from mpikfac.settings.schedule import Schedule, evaluate, every, in_force
 
 @dataclass(frozen=True)
 class Numbers:
-    """The hyperparameters in force at a step; a first-order step has only its number.
+    """The hyperparameters in force at a step; for a first-order step, only `step` is set.
 
     Attributes:
-        step: completed steps before the step.
+        step: the number of steps completed before this one.
         damping: the damping of directions and decompositions.
         decay: the decay of running averages.
         bound: the bound of the clip; None for no clip.
         momentum: the momentum of gradients, before they are preconditioned.
-        refreshes: whether a refresh of decompositions begins, or one slot of it.
+        refreshes: whether a refresh of decompositions, or one slot of it, begins.
         turn: the slot of the refresh that `step` belongs to; None without slots.
-        factor_update_steps: the interval between factors at the next step, which needs it at once.
+        factor_update_steps: the interval between updates of factors at the next step.
         inv_update_steps: the interval between decompositions at the next step.
     """
 

@@ -1,6 +1,6 @@
-"""The recommended hyperparameters of K-FAC, which are the defaults of library and programs.
+"""The recommended hyperparameters of K-FAC, which are the defaults of the library and the programs.
 
-`benchmarks/defaults.py` chose them on ten networks, by the worst result of the ten.
+`benchmarks/defaults.py` chose them by the worst of their results on ten networks.
 """
 
 from __future__ import annotations

@@ -77,12 +77,12 @@ def test_the_arithmetic_is_that_of_the_machine(round_machine, tmp_path, capsys):
     assert kfac["images"] == 2
     assert kfac["per_image"] == pytest.approx(0.004)
     for line in (
-        "computing of an image = (forward 1.0 + backward 2.0 + statistics 1.0) ms / 1 image = "
+        "computing time of an image = (forward 1.0 + backward 2.0 + statistics 1.0) ms / 1 image = "
         "4.000 ms",
-        "images >= overlapped messages / computing of an image = 6.8 ms / 4.000 ms = 1.7: 2",
+        "images >= overlapped messages / computing time of an image = 6.8 ms / 4.000 ms = 1.7: 2",
         "Use --strategy comm-opt --transport.overlap true --batch_per_rank 2",
         "= 2 x 1.91 MiB x 4 / (1.00 GB/s x 3.0 ms) = 5.3: 6",
-        "Learning rate of 8 images, in place of 2 on one rank",
+        "Learning rate for 8 images, instead of 2 on one rank",
         "--scale_lr linear: lr x 4",
         "--scale_lr sqrt: lr x 2.00",
     ):
@@ -242,11 +242,11 @@ def test_other_workers_and_levels_are_advised(tmp_path, capsys):
     ("arguments", "told"),
     [
         ("--model resnet50 --ranks 2", "--machine"),
-        ("--model resnet50 --machine v100-edr --ranks 0", "a whole number, 1 to 1,048,576"),
+        ("--model resnet50 --machine v100-edr --ranks 0", "a whole number from 1 to 1,048,576"),
         ("--model resnet50 --machine v100-edr --ranks 2 --batch_per_rank 0", "batch_per_rank=0"),
         (
             "--model resnet20 --machine v100-edr --ranks 2",
-            "only of: resnet101, resnet152, resnet50",
+            "only for: resnet101, resnet152, resnet50",
         ),
         (
             "--model resnet50 --machine v100-edr --ranks 2 --strategy kfac-lw "

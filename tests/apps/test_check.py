@@ -294,7 +294,7 @@ def test_a_derived_class_and_normalisations_are_left_out_with_reasons(file, monk
     path = file()
     Path(path).write_text(Path(path).read_text().replace("COVERS =", "UNUSED ="))
     found, text = wrong(capsys, f"{path}:mixed", *MIXED)
-    assert "Scaled: trained first-order; derived from Linear, might compute differently" in text
+    assert "Scaled: trained first-order; derived from Linear, but may compute differently" in text
     line = "BatchNorm2d: trained first-order; coverage=mpikfac.Coverage(covers={**mpikfac.KINDS, "
     assert line in text
     assert not found

@@ -38,7 +38,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml")
 # the content of the error's line.
 BAD = {
     "unknown key": ("--bogus=1", "unknown key bogus; --help_all lists all keys"),
-    "unknown key of a group": ("--kfac.bogus=1", "unknown key kfac.bogus; known are kfac.factor"),
+    "unknown key of a group": ("--kfac.bogus=1", "unknown key kfac.bogus; known keys are kfac."),
     "misspelt key": ("--kfac.dampng=1", "unknown key kfac.dampng; did you mean kfac.damping?"),
     "misspelt usual name": ("--lerning_rate=1", "unknown key lerning_rate; did you mean lr?"),
     "misspelt key of two groups": ("--wrokers=1", "did you mean data.workers?"),
@@ -64,7 +64,7 @@ BAD = {
     "unknown rule": ("--scale_lr=cube", "scale_lr=cube must be one of linear, sqrt, false"),
     "nan": ("--lr=.nan", "lr=nan must be a finite number > 0"),
     "infinity": ("--weight_decay=.inf", "weight_decay=inf must be a finite number >= 0"),
-    "negative": ("--kfac.damping=-1", "kfac.damping=-1.0 must be a finite number of at least 0"),
+    "negative": ("--kfac.damping=-1", "kfac.damping=-1.0 must be a finite number >= 0"),
     "zero": ("--epochs=0", "epochs=0 must be a whole number >= 1"),
     "decay of 1": ("--kfac.factor_decay=1", "kfac.factor_decay=1.0 must be at least 0 and below 1"),
     "epochs that fall": (
@@ -136,7 +136,7 @@ BAD = {
     ),
     "bad setting": (
         "--sync=local-sgd --sync.sync_every=1",
-        "sync.sync_every=1 must be a whole number of at least 2",
+        "sync.sync_every=1 must be a whole number >= 2",
     ),
     "a sum of a rank's factors": (
         "--compression.factors=top-k",
@@ -161,7 +161,7 @@ BAD = {
     ),
     "no time for curvature servers": (
         "--refresh=curvature-servers --refresh.staleness=0 --batch=10",
-        "refresh.staleness=0 must be a whole number of at least 1",
+        "refresh.staleness=0 must be a whole number >= 1",
     ),
     "batch of training ranks": (
         "--strategy=curvature-servers",
@@ -260,7 +260,7 @@ BAD = {
     "frozen to the end": ("--frozen_epochs=10", "frozen_epochs=10 must be less than epochs=10"),
     "frozen twice": (
         "--frozen_epochs=2 --model=airbench94 --data.name=synthetic",
-        "frozen_epochs=2 needs a different model, not airbench94: the model itself freezes layers",
+        "frozen_epochs=2 needs a model other than airbench94: the model itself freezes layers",
     ),
     "frozen layers on curvature servers": (
         "--frozen_epochs=2 --strategy=curvature-servers --batch=60",
@@ -298,11 +298,11 @@ BAD = {
     ),
     "Nesterov's momentum of Adam": (
         "--optimizer=adamw --nesterov",
-        "nesterov=true needs optimizer=sgd or kfac, and momentum > 0, not adamw and 0.9",
+        "and momentum > 0; got optimizer=adamw and momentum=0.9",
     ),
     "Nesterov's momentum of nothing": (
         "--optimizer=sgd --nesterov --momentum=0",
-        "nesterov=true needs optimizer=sgd or kfac, and momentum > 0, not sgd and 0.0",
+        "nesterov=true needs optimizer=sgd or optimizer=kfac, and momentum > 0; got optimizer=sgd",
     ),
     "Nesterov's momentum twice": (
         "--kfac.momentum_of=gradients --nesterov",
@@ -310,17 +310,17 @@ BAD = {
     ),
     "momentum of gradients and a clip": (
         "--kfac.momentum_of=gradients --kfac.clip=kl",
-        "needs kfac.grafting=adam, and no clip, not kfac.clip=kl",
+        "needs kfac.grafting=adam and no clip; leave out kfac.clip=kl",
     ),
     "falling epochs": (
         "--schedule=step --decay_epochs=[7,3]",
         "decay_epochs=[7, 3] must increase",
     ),
-    "unused epochs": ("--decay_epochs=[3]", "decay_epochs=[3] with schedule=linear: step needs"),
-    "no epochs": ("--schedule=step", "decay_epochs=[] with schedule=step: step needs epochs"),
+    "unused epochs": ("--decay_epochs=[3]", "decay_epochs=[3] with schedule=linear: schedule=step"),
+    "no epochs": ("--schedule=step", "decay_epochs=[] with schedule=step: schedule=step needs"),
     "a length beside the quadratic model": (
         "--kfac.grafting=quadratic-model --momentum=0 --weight_decay=0 --lr=0.1",
-        "needs lr=1, schedule=constant, momentum=0 and weight_decay=0, not lr=0.1, schedule=linear",
+        "needs lr=1, schedule=constant, momentum=0 and weight_decay=0; got lr=0.1, schedule=linear",
     ),
     "unused factor": ("--decay_factor=0.5", "decay_factor=0.5 needs schedule=step, not linear"),
     "average of copies": (
@@ -531,7 +531,7 @@ def test_synonyms_lead_to_options_that_exist():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model=resnet20"], "made for images of 32x32 pixels, and data.name=digits has 8x8"),
+        (["--model=resnet20"], "made for images of 32x32 pixels, but those of data.name="),
         (["--model=resnet50", "--data.name=synthetic"], "made for images of 224x224 pixels"),
         ([], ""),
         (["--model=resnet50", "--data.name=folder", "--data.path=x"], ""),

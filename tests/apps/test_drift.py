@@ -43,7 +43,7 @@ def test_a_run_whose_ranks_differ_ends_at_the_next_checkpoint(tmp_path) -> None:
     ended = launch(2, str(program), *OPTIONS, every, f"--run_dir={run}", "--optimizer=sgd")
     lines = [line for line in ended.stderr.splitlines() if line.startswith("mpikfac")]
     assert ended.returncode == 2 and len(lines) == 1, ended.stderr
-    assert "item 'model/0.weight' has other values on rank 1 than on rank 0" in lines[0]
+    assert "item 'model/0.weight' has different values on rank 1 and rank 0" in lines[0]
     assert "restart it with --resume auto to continue" in lines[0]
     assert mpikfac.checkpoint.latest_checkpoint(run / "checkpoints").name == "step-000000002"
     assert launch(2, *TRAIN, f"--run_dir={run}", "--resume=auto").returncode == 0

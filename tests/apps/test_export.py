@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
     ("arguments", "told"),
     [
         ("nothing --weights m.pt", "nothing has no complete checkpoint"),
-        ("run", "pass --weights FILE, --average FILE, --factors FILE or several of them"),
+        ("run", "pass at least one of --weights FILE, --average FILE and --factors FILE"),
         ("run --weights m.pt --average m.pt", "weights and average need two files, not m.pt twice"),
         ("run --average m.pt", "has no averaged weights; its run had ema_decay=0"),
         ("run --weights m.bin", "m.bin must end in .pt or .safetensors"),

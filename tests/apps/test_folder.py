@@ -280,7 +280,7 @@ def test_a_file_that_is_no_image_is_told_the_formats(tmp_path):
     """Oracle: the line; the text is what a clone without large files has in an image's place."""
     path = pictures.plain(tmp_path, {"train": 2, "val": 1})
     (path / "val/bee/00.png").write_text("version https://git-lfs.github.com/spec/v1")
-    told = r"bee/00.png cannot be decoded: it is not an image of the formats BMP, JPEG, PNG"
+    told = r"bee/00.png cannot be decoded: it is not an image in one of the formats BMP, JPEG"
     with pytest.raises(mpikfac.UserError, match=told):
         list(stream(path).test(3))
 
@@ -355,7 +355,7 @@ def test_a_packed_file_is_complete_or_absent(tmp_path, capsys):
     with pytest.raises(ValueError, match=r"out.h5 is not an HDF5 file of mpikfac"):
         datasets.load("packed", str(out))
     mpikfac.checkpoint.write_shard(out, {"images": torch.zeros(3000, dtype=torch.uint8)})
-    with pytest.raises(ValueError, match=r"out.h5 is not a file of mpikfac pack: it lacks"):
+    with pytest.raises(ValueError, match=r"out.h5 was not written by mpikfac pack: it lacks"):
         datasets.load("packed", str(out))
 
 

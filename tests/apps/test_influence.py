@@ -89,7 +89,7 @@ def test_scores_are_of_smoothed_labels_and_of_exact_passes(tmp_path, capsys):
     run = tmp_path / "run"
     assert train.main([*QUICK, *more, "--autocast=bfloat16", f"--run_dir={run}"]) == 0
     assert influence.main([f"{run}", f"--queries={QUERIES}", f"--out={out}", "--device=cpu"]) == 0
-    assert "scores are those of the weights themselves" in capsys.readouterr().out
+    assert "scores are computed at the weights themselves" in capsys.readouterr().out
     scores, own = by_hand(run, 0.2)
     with h5py.File(out) as file:
         found = torch.from_numpy(file["scores"][()]), torch.from_numpy(file["self"][()])

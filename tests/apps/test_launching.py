@@ -46,15 +46,15 @@ def outside_of_jobs(monkeypatch):
         ("train", "pass -n N PROGRAM, such as -n 4 train, not train"),
         ("-n 4", "pass -n N PROGRAM, such as -n 4 train, not -n 4"),
         ("-np 4 train", "pass -n N PROGRAM"),
-        ("-n 0 train", "-n 0 must be a whole number, 1 to 99999, the number of ranks"),
+        ("-n 0 train", "-n 0 must be the number of ranks, a whole number from 1 to 99999"),
         (
             f"-n {'9' * 20} train",
-            f"-n {'9' * 20} must be a whole number, 1 to 99999, the number of ranks",
+            f"-n {'9' * 20} must be the number of ranks, a whole number from 1 to 99999",
         ),
-        ("-n four train", "-n four must be a whole number, 1 to 99999"),
+        ("-n four train", "-n four must be the number of ranks, a whole number"),
         ("-n 2 trane", "trane is neither a file nor a program of mpikfac; did you mean train?"),
         ("-n 2 no_file.py", "no_file.py is neither a file nor a program of mpikfac"),
-        ("-n 2 compare runs/a", "compare does not run on several ranks; start mpikfac compare"),
+        ("-n 2 compare runs/a", "compare does not run on several ranks; use mpikfac compare"),
         ("-n 2 --watchdog_timeout 60 train", "--watchdog_timeout 60 before train is for scripts"),
         ("-n 2 --watchdog_timeout never train.py", "--watchdog_timeout never must be a number"),
         ("-n 2 --watchdog_timeout 60", "pass --watchdog_timeout SECONDS and a script"),
@@ -464,7 +464,7 @@ def check_stopped(ranks: int, number: signal.Signals, seconds: float, run: Path)
     step = int(stopped[1])
     checkpoint = mpikfac.find_checkpoint(mpikfac.world(), run / "checkpoints")
     assert checkpoint is not None and checkpoint.step == step
-    assert errors.startswith(f"mpikfac launch: {name}: stops after a step, with a checkpoint; the")
+    assert errors.startswith(f"mpikfac launch: {name}: the run stops after a step, with a check")
     assert len(errors.splitlines()) == 1, errors
     assert not (run / "lock").exists()
 

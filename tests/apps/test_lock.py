@@ -190,7 +190,7 @@ def test_a_restarted_job_waits_for_silence(take, tmp_path, monkeypatch, caplog, 
     assert holder(tmp_path)["host"] != "node5"
     (told,) = caplog.messages
     name = holder(tmp_path)["job"]
-    assert f"names this job, {name}: waiting for a sign of life of process" in told
+    assert f"names this job, {name}: waiting for a sign of life from process" in told
 
 
 def test_the_jobs_of_an_array_have_names(take, tmp_path):

@@ -256,7 +256,7 @@ def test_weights_that_timm_saves_are_first_weights(tmp_path, suffix):
     options += ("--optimizer=sgd", "--weight_decay=0", "--max_steps=1", f"--weights={file}")
     assert train.main([*options, "--model=timm:test_resnet", f"--run_dir={tmp_path}/run"]) == 0
     said = (tmp_path / "run" / "log.txt").read_text()
-    assert "tensors that keep their initial values: fc.weight, fc.bias" in said
+    assert "tensors with their initial values: fc.weight, fc.bias" in said
     checkpoint = saved(tmp_path / "run")
     for name, parameter in donor.named_parameters():
         if not name.startswith("fc."):
@@ -296,8 +296,8 @@ def test_a_torchvision_of_another_build_is_one_line(tmp_path, monkeypatch):
     [
         ("2.9.1+cpu", r"torchvision==0\.24\.1 --extra-index-url \S+/whl/cpu"),
         ("2.14.1+rocm7.1", r"torchvision==0\.29\.1 --extra-index-url \S+/whl/rocm7\.1"),
-        ("2.9.0", r"torchvision==0\.24\.0, of the build of torch 2\.9\.0"),
-        ("2.10.0a0+b4e4ee81d3.nv25.12", r"torchvision, of the build of torch 2\.10\.0a0\+b4e4\S+"),
+        ("2.9.0", r"torchvision==0\.24\.0, in the same build as torch 2\.9\.0"),
+        ("2.10.0a0+b4e4ee81d3.nv25.12", r"torchvision, in the same build as torch 2\.10\.0a0\+\S+"),
     ],
 )
 def test_a_torchvision_belongs_to_a_torch(version, package):
@@ -474,7 +474,7 @@ def test_first_weights_reach_all_ranks_and_a_resumed_run_takes_its_own(ran):
     for name, value in donor.items():
         assert torch.equal(found[f"model/{name}"], value)
     said = (ran / "begun" / "log.txt").read_text()
-    assert said.count("tensors that keep their initial values: none") == 1
+    assert said.count("tensors with their initial values: none") == 1
     assert said.count("donor.pt is ignored: the run continues from a checkpoint") == 1
 
 

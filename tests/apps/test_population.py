@@ -169,8 +169,8 @@ def test_members_say_how_they_begin(caplog):
     with caplog.at_level("INFO", "mpikfac"):
         crew = Crew(mpikfac.world(), options, torch.device("cpu"))
     told = [text for text in caplog.messages if text.startswith("member ")]
-    assert told[0] == "member 0 begins with lr 0.25"
-    assert told[1] == f"member 1 begins with lr {crew.members[1].numbers['lr']:.3g}" != told[0]
+    assert told[0] == "member 0 starts with lr 0.25"
+    assert told[1] == f"member 1 starts with lr {crew.members[1].numbers['lr']:.3g}" != told[0]
     crew.close()
 
 

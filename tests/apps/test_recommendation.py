@@ -83,7 +83,7 @@ def test_rows_of_criteo_are_counts_and_hashed_categories(tmp_path):
         ("a.inter", RATINGS.replace("881253600", "inf"), "must be a file of ratings"),
         ("a.inter", RATINGS.replace("\t4\t", "\tnan\t"), "a number must be finite, not 'nan'"),
         ("a.tsv", "1\t2\t3\n", "row 1: 40 columns are needed, not 3"),
-        ("a.tsv", "", "it must have rows"),
+        ("a.tsv", "", "it must have at least one row"),
         ("a.tsv", "\t".join(["1"] * 40) + "\n\n", "row 2 must have 40 columns, not 0"),
         ("a.tsv", "\t".join(["1"] * 14 + ["xyz"] * 26) + "\n", "row 1: .*'xyz'"),
         ("a.tsv", "\t".join(["2"] * 40) + "\n", "a label must be 0 or 1, not 2"),

@@ -398,7 +398,7 @@ def test_sentences_that_weaken_the_numbers_come_first(asked):
     )
     begins = (
         "1 cell failed",
-        "Bytes counted",
+        "The bytes counted",
         "While 2 of 7 cells",
         "On 2 ranks, the machine has fewer",
         "Each cell",

@@ -86,7 +86,7 @@ def test_what_a_lost_rank_alone_held_is_taken_from_the_last_checkpoint(
     job = train(tmp_path, monkeypatch, rank, 9, UNEVEN, *more)
     assert job.returncode == 0, job.stderr
     output = job.stdout + job.stderr
-    assert "no complete state is confirmed: back to the last checkpoint" in output
+    assert "no complete state is confirmed: continuing from the last checkpoint" in output
     assert re.search(rf"continuing from {tmp_path}/checkpoints/step-00000000[48]\n", job.stdout)
     found = losses(tmp_path)
     assert list(found) == list(range(1, STEPS + 1))

@@ -185,10 +185,10 @@ def test_work_that_is_not_predicted_is_named(capsys):
         ("--model resnet5 --machine v100-edr --ranks 2", "resnet20"),
         (
             "--model resnet20 --machine v100-edr --ranks 2",
-            "only of: resnet101, resnet152, resnet50",
+            "only for: resnet101, resnet152, resnet50",
         ),
         ("--model resnet50 --machine nowhere --ranks 2", "a100-hdr, rtx2080ti-ib100, v100-edr"),
-        ("--model resnet50 --machine v100-edr --ranks 2,0", "a whole number, 1 to 1,048,576"),
+        ("--model resnet50 --machine v100-edr --ranks 2,0", "a whole number from 1 to 1,048,576"),
         ("--model resnet50 --machine v100-edr --ranks 2 --strategy best", "mem-opt"),
         ("--model resnet50 --machine v100-edr --ranks 2 --stragglers 2", "between 0 and 1"),
         (

@@ -101,7 +101,7 @@ def test_a_run_that_ends_before_leaves_the_steps_that_it_took(tmp_path):
     assert json.loads((tmp_path / "stages.json").read_text())["steps"] == [2, 3]
     before = (tmp_path / "stages.json").read_bytes()
     assert train.main([*QUICK, *chosen, "--resume=auto"]) == 0
-    text = "trace_steps=10: no step is left after 2 to warm up"
+    text = "trace_steps=10: no step is left after 2 warm-up steps"
     assert text in (tmp_path / "log.txt").read_text()
     assert (tmp_path / "stages.json").read_bytes() == before
 

@@ -199,7 +199,7 @@ def test_a_run_whose_directory_is_gone_makes_nothing_anew(
         disturbed_run(run, monkeypatch, gone)
     assert leave.value.code == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert f"run_dir={run} is gone: moved, deleted, or without its lock" in line
+    assert f"run_dir={run} was moved or deleted, or has lost its lock" in line
     assert [path.name for path in run.glob("*")] == ["other"] * (how == "replaced")
     assert run.exists() == (how == "replaced")
     if how != "deleted":

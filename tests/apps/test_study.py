@@ -175,7 +175,7 @@ def test_the_target_of_autoencoders_is_an_error(tmp_path):
     assert found.measure.reaches(96, 97) and not found.measure.reaches(98, 97)
     assert not found.measure.reaches(math.nan, 97)
     mixed = axes | {"model": ["digits_cnn", "autoencoder_small"]}
-    with pytest.raises(ValueError, match="runs of classifiers measure accuracy, runs of autoenc"):
+    with pytest.raises(ValueError, match="classifiers are measured by accuracy, autoencoders by"):
         spec.read(written(tmp_path, matrix=mixed, strategies={}, options={}))
 
 

@@ -160,4 +160,4 @@ def test_runs_with_different_measures_are_not_compared(alone, capsys, tmp_path):
     row = {"step": 1, "epoch": 1.0, "seconds": 1.0, "test_accuracy": 0.5}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert compare.main([str(alone / "sgd"), str(tmp_path)]) == 2
-    assert "runs of classifiers measure accuracy, runs of autoencoders" in capsys.readouterr().err
+    assert "classifiers are measured by accuracy, autoencoders by error" in capsys.readouterr().err

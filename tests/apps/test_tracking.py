@@ -221,7 +221,7 @@ def test_a_package_that_is_missing(monkeypatch, name):
 def test_an_id_that_is_none(tmp_path, text):
     """Oracle: one line that names the file."""
     (tmp_path / "tracking_id").write_text(text)
-    with pytest.raises(ValueError, match="tracking_id is damaged; delete the file"):
+    with pytest.raises(ValueError, match="tracking_id is damaged: it must contain 32"):
         _ = Start(tmp_path, 0, {}).id
 
 

@@ -112,7 +112,7 @@ def test_volumes_are_normalised_by_channel():
     [
         (None, None, "image.nii.gz raised FileNotFoundError"),
         (b"no volume", b"", "image.nii.gz raised "),
-        (np.zeros((4, 4)), np.zeros((4, 4)), r"\[4, 4\] must be three sides of at most"),
+        (np.zeros((4, 4)), np.zeros((4, 4)), r"\[4, 4\] must be three sides with <= "),
         (np.ones((8, 8, 8)), np.ones((8, 8, 9)), r"as many voxels as image.nii.gz: \[8, 8, 8\]"),
         (np.ones((8, 8, 8)), 1.5 * np.ones((8, 8, 8)), "whole numbers from 0 to 255"),
         (np.ones((8, 8, 8)), -np.ones((8, 8, 8)), "whole numbers from 0 to 255"),
@@ -167,7 +167,7 @@ def test_options_that_do_not_fit_a_volume_are_refused(options, told):
 def test_small_crops_are_told_of():
     """Oracle: the line."""
     options = parse([*VOLUME, "--data.size=4"], 1)
-    assert "made for images of 16x16x16 pixels, and data.name=volume has 4x4x4" in doubt(options)
+    assert "made for images of 16x16x16 pixels, but those of data.name=volume" in doubt(options)
 
 
 # -- measures and network ------------------------------------------------------------------------

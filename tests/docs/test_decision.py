@@ -61,7 +61,7 @@ def times() -> Iterator[str]:
 
 def sizes() -> Iterator[str]:
     """Yield rows of mebibytes on the second machine, at 64 ranks."""
-    yield "| 64 ranks | MiB kept by the fullest rank | MiB sent by a rank in a mean step |"
+    yield "| 64 ranks | MiB stored by the fullest rank | MiB sent per rank and step, on average |"
     yield "|---|---|---|"
     for name, row in simulated("v100-edr")["64"].items():
         yield f"| `{name}` | {row['MiB']} | {row['sent']} |"

@@ -59,5 +59,6 @@ def test_the_list_of_the_site_has_all_messages():
     """Oracle: a message of a program, of the library and of a script, and a link to the page."""
     lines = CODE["listing"](PAGE.read_text(), "failures.md").splitlines()
     assert "## mpikfac/checkpoint" in lines and "## jobs" in lines
-    assert "| `` the file ends before the image `` | [cause and remedy](failures.md) |" in lines
+    told = "the file ends before the image does"
+    assert f"| `` {told} `` | [cause and remedy](failures.md) |" in lines
     assert "| `` ranks=… must be at least 1 `` |  |" in lines

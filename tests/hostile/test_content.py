@@ -160,5 +160,5 @@ def test_a_checkpoint_past_the_end_of_the_run_is_refused(finished, tmp_path, cap
     options = [*QUICK, *OF_DIRECTIONS, f"--run_dir={run}", "--resume=auto"]
     with pytest.raises(SystemExit):
         train.main([*options, "--max_steps=1"])
-    assert "it is of step 2; this run ends at step 1: raise max_steps" in capfd.readouterr().err
+    assert "it has step 2, but this run ends at step 1; raise max_steps" in capfd.readouterr().err
     assert train.main([*options, "--max_steps=2"]) == 0

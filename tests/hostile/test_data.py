@@ -74,10 +74,10 @@ MACHINE = json.loads(
     [
         ({"inside": {"latency": 10**400, "bandwidth": 1}}, "must be a finite number above 0"),
         ({"inside": {"latency": 1e300, "bandwidth": 1}}, "must be a finite number above 0"),
-        ({"ranks_per_node": 10**400}, "must be a whole number of at least 1"),
+        ({"ranks_per_node": 10**400}, "must be a whole number >= 1"),
         ({"products": [[10**400, 1], [1, 1]]}, "must be a list of pairs of numbers"),
         ({"products": [[1e300, 1e300]]}, "must be pairs of positive numbers"),
-        ({"name": ["a"]}, "name=['a'] must be a text"),
+        ({"name": ["a"]}, "name=['a'] must be a string"),
         ({"about": 3}, "about=3 must be an object"),
         ({"networks": [{"model": {}, "batch": 1}]}, "networks lacks the key"),
         ({"sources": []}, "sources=[] must be an object"),

@@ -58,7 +58,7 @@ def test_a_start_without_a_launcher_is_refused_in_one_line(tmp_path):
     found = bound(tmp_path)
     assert found.returncode == 2
     assert found.stderr == (
-        "bind_gpu.sh: no launcher says the local rank; start it under mpirun or srun\n"
+        "bind_gpu.sh: no launcher has set the local rank; start it under mpirun or srun\n"
     )
 
 

@@ -384,8 +384,8 @@ def test_killed_half_way_it_leaves_no_process_and_is_no_hindrance(script, call, 
         ("up two --rate 1gbit", "HOSTS=two must be a number from 1 to 64"),
         ("up 2 --rate 100mbps", "RATE=100mbps must be bits per second from 1kbit to 99gbit"),
         ("rate 0mbit", "RATE=0mbit must be bits per second from 1kbit to 99gbit"),
-        ("rate 1gbit", "no cluster is up; begin with: bash jobs/emulated_cluster.sh up"),
-        ("run true", "no cluster is up; begin with: bash jobs/emulated_cluster.sh up"),
+        ("rate 1gbit", "no cluster is up; start one: bash jobs/emulated_cluster.sh up"),
+        ("run true", "no cluster is up; start one: bash jobs/emulated_cluster.sh up"),
     ],
 )
 def test_what_cannot_be_done_is_refused(call, args, says):
@@ -440,7 +440,7 @@ def test_a_machine_that_cannot_is_told_why(call, tmp_path):
     program(tmp_path / "user" / "id", "case $1 in -u) echo 1000 ;; *) echo me ;; esac")
     refused = call("down", PATH=f"{tmp_path}/user:{os.environ['PATH']}")
     assert refused.returncode == 2
-    assert refused.stderr == "an emulated cluster takes root's rights; this is user me\n"
+    assert refused.stderr == "an emulated cluster needs root's rights; this is user me\n"
     (tmp_path / "few").mkdir()
     for tool in ("bash", "dirname", "id"):
         (tmp_path / "few" / tool).symlink_to(shutil.which(tool))

@@ -83,12 +83,13 @@ small and have random weights. Each one runs through `mpikfac check` and four st
 
 - **covered**: the covered fraction of all trained parameters, and the classes of covered modules.
 - **not covered**: the classes that only the optimizer trains.
-- **to skip**: the modules that K-FAC refuses until `skip` names them. "positions" lists embeddings
-  whose input has one row for all examples or one per position: without `skip`, their curvature
-  would be wrong, and the log has a warning. In brackets, modules whose weight is used without
-  calling the module, and which therefore have no statistics.
-- **right**: factors, gradients and directions equal autograd and dense solves to 1e-9, and the
-  weights after four steps on two ranks equal those of one process to 1e-6, in float64.
+- **to skip**: the modules that K-FAC rejects unless they are listed in `skip`. "positions" marks
+  embeddings whose input has one row for all examples or one per position; unless they are skipped,
+  their curvature is wrong, and a warning is logged. Modules in brackets have no statistics, because
+  their weight is used without calling the module.
+- **right**: in float64, factors, gradients and directions match the results of autograd and dense
+  solves to 1e-9, and the weights after four steps on two ranks match those of a single process to
+  1e-6.
 
 """
 COLUMNS = "network", "covered", "not covered", "to skip", "right"

@@ -1,4 +1,4 @@
-"""Asynchronous training: servers step the weights by updates in order of arrival."""
+"""Asynchronous training: servers apply updates to the weights in order of arrival."""
 
 from __future__ import annotations
 
@@ -476,7 +476,7 @@ def test_a_state_that_does_not_fit_changes_nothing(comm):
         with pytest.raises(UserError, match="loading state"):
             trainer.load_state_dict(lacking if ranks.rank else whole)
         assert trainer.steps == 0
-        with pytest.raises(UserError, match="the state has momenta of gradients"):
+        with pytest.raises(UserError, match="the state has momentum of gradients"):
             trainer.load_state_dict(whole | {"kfac/momentum/0": torch.zeros(1)})
 
     on_both(comm, model, problem.sgd(model), asynchronous(), train)
@@ -552,7 +552,7 @@ def test_an_update_goes_once_to_the_servers(comm, push_every):
 @pytest.mark.parametrize(
     ("choices", "make", "said"),
     [
-        ({"servers": 2}, problem.sgd, "servers=2, but the team has 1; pass what"),
+        ({"servers": 2}, problem.sgd, "servers=2, but the team has 1; pass the result"),
         (
             {"ranks_per_client": 9},
             problem.sgd,

@@ -1,4 +1,4 @@
-"""Gradients are compared with calls unless another library has averaged them."""
+"""Gradients are compared with the module's calls unless another library has averaged them."""
 
 from __future__ import annotations
 

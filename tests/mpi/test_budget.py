@@ -1,4 +1,4 @@
-"""The budget on several ranks: cuts, intervals and restarts are those of one rank."""
+"""The budget on several ranks: cuts, intervals and restarts match those of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainers take up changes of the model, and see ranks that disagree, on all ranks alike."""
+"""Trainers adopt changes of the model, and all ranks notice ranks that disagree."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def test_states_that_do_not_fit_are_refused_on_all_ranks(comm):
     lacking = {name: item for name, item in state.items() if "5.bias" not in name}
     for wrong, text in (
         ({}, "item 'codistillation/steps' must be a number; it is missing"),
-        ({**state, "codistillation/steps": -1}, "must be a whole number of at least 0"),
+        ({**state, "codistillation/steps": -1}, "must be a whole number >= 0"),
         (lacking, r"item 'codistillation/peers/\d/5.bias' must be float64 \[5\]; it is missing"),
         (state | steps, "ranks disagree on codistillation/steps: 4 on rank 0, 5 on rank"),
     ):
@@ -292,10 +292,10 @@ def test_wrong_arguments_are_refused(comm):
     several = comm.size + 1
     for wrong, text in (
         ({"groups": several}, rf"groups={several} must divide the number of ranks \({comm.size}\)"),
-        ({"groups": 0}, "groups=0 must be a whole number of at least 1"),
-        ({"burn_in": -1}, "burn_in=-1 must be a whole number of at least 0"),
-        ({"every": 2.5}, "every=2.5 must be a whole number of at least 1"),
-        ({"weight": -1.0}, "weight=-1.0 must be a finite number of at least 0"),
+        ({"groups": 0}, "groups=0 must be a whole number >= 1"),
+        ({"burn_in": -1}, "burn_in=-1 must be a whole number >= 0"),
+        ({"every": 2.5}, "every=2.5 must be a whole number >= 1"),
+        ({"weight": -1.0}, "weight=-1.0 must be a finite number >= 0"),
     ):
         with pytest.raises(ValueError, match=text):
             Codistillation(network(0), comm, **{**rule, **wrong})

@@ -1,4 +1,4 @@
-"""All combinations of preconditioner, Fisher, placement, weight sharing: one process's numbers."""
+"""All combinations of preconditioner, Fisher, placement and weight sharing match one process."""
 
 from __future__ import annotations
 

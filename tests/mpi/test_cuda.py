@@ -1,4 +1,4 @@
-"""GPUs give the same numbers as CPUs, with device buffers in MPI directly or through the host."""
+"""GPUs give the same results as CPUs, whether MPI takes device buffers or copies on the host."""
 
 from __future__ import annotations
 

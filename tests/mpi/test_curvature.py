@@ -1,4 +1,4 @@
-"""Curvature servers, which decompose for the training ranks: the same numbers, the plan's bytes."""
+"""Curvature servers decompose for the training ranks: results of one process, planned bytes."""
 
 from __future__ import annotations
 
@@ -290,8 +290,8 @@ def test_some_rank_has_to_train(comm, curvature_servers):
 def test_other_numbers_of_curvature_servers_are_refused(comm):
     alone = comm.Split(comm.rank)
     with pytest.raises(
-        ValueError, match="refresh.servers=1, but 0 curvature servers join; pass the result of"
+        ValueError, match="refresh.servers=1, but comm has 0 curvature servers; pass the result of"
     ):
         trainer(alone, choices=lambda _: {"refresh": CurvatureServers()})
-    with pytest.raises(ValueError, match="staleness=0 must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="staleness=0 must be a whole number >= 1"):
         CurvatureServers(staleness=0)

@@ -1,4 +1,4 @@
-"""The curvature of a run on several ranks is that on one, and sends what is planned."""
+"""The curvature of a run is the same on several ranks as on one, and sends the planned bytes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_error_of_one_rank_ends_all(comm, saved):
     items = {name: checkpoint[name] for name in checkpoint}
     items["kfac/factors/3.G"].fill_(torch.nan)
     mpikfac.save_checkpoint(comm, path, items, 4)
-    with pytest.raises(mpikfac.UserError, match=r"factor '3\.G' holds NaN or infinity"):
+    with pytest.raises(mpikfac.UserError, match=r"factor '3\.G' contains NaN or infinity"):
         Curvature.load(path, network(), comm)
 
 

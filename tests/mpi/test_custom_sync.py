@@ -1,4 +1,4 @@
-"""The synchronisation that the page on exchanges defines trains as it says."""
+"""The synchronisation that the page on exchanges defines trains as the page says."""
 
 from __future__ import annotations
 

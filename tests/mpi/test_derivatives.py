@@ -1,4 +1,4 @@
-"""A warning that is of the loss, not of a rank, is one rank's."""
+"""Only one rank prints a warning that concerns the loss, not a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Direct feedback: gradients of blocks by fixed signs, against numpy and block by block."""
+"""Direct feedback: gradients of blocks by fixed signs, compared with numpy block by block."""
 
 from __future__ import annotations
 
@@ -164,5 +164,5 @@ def test_what_does_not_fit_is_refused_in_a_line(comm):
         model(problem.batch(0)[0][:12])
     model = perceptron()
     DirectFeedback(FirstOrderTrainer(model, problem.plain_sgd(model), comm), ["1", "4"])
-    with pytest.raises(ValueError, match="the last block ends with the model; leave out its end"):
+    with pytest.raises(ValueError, match="the last block ends with the model; leave it out"):
         model(torch.zeros(2, 6, dtype=torch.float64, device=problem.DEVICE))

@@ -1,4 +1,4 @@
-"""Weights and buffers that must be equal on all ranks are compared, without further messages."""
+"""Weights and buffers that must be equal on all ranks are compared without additional messages."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_weight_that_one_rank_changes_is_named(comm, strategy, change):
     if owned:  # their weights replace those of other ranks, and no comparison would see it
         assert told[0].startswith("parameter '3.weight' was written between two steps with")
     else:
-        assert told[0].startswith("parameter '3.weight' has other values on rank")
+        assert told[0].startswith("parameter '3.weight' has different values on rank")
         assert "mpikfac.comm.broadcast(" in told[0]
         mpikfac.comm.broadcast(comm, [*trainer.model.parameters(), *trainer.model.buffers()])
     assert steps_until_named(trainer, comm.rank, 2 * EVERY) is None
@@ -150,9 +150,9 @@ def test_a_buffer_that_ranks_write_is_named_once(comm, strategy, caplog):
     trainer = made(comm, strategy, Counting(comm.rank))
     for _ in range(6 * EVERY):
         step(trainer, comm.rank)
-    told = [r.getMessage() for r in caplog.records if "has other values" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "has different values" in r.getMessage()]
     assert len(told) == (comm.rank == 0)
-    assert all(line.startswith("buffer '4.seen' has other values on rank 1") for line in told)
+    assert all(line.startswith("buffer '4.seen' has different values on rank 1") for line in told)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,4 +1,4 @@
-"""Ranks that exchange weights in the place of gradients: each rule of an exchange in numpy."""
+"""Ranks that exchange weights instead of gradients: each rule compared with numpy."""
 
 from __future__ import annotations
 

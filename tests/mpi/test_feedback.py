@@ -1,4 +1,4 @@
-"""Compressed sums step by step, in one level and in two, against a few lines of numpy."""
+"""Compressed reductions step by step, in one level and in two, compared with numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Factors, preconditioned gradients and KL clip equal kfac-pytorch's stored numbers."""
+"""Factors, preconditioned gradients and the KL clip match stored values of kfac-pytorch."""
 
 from __future__ import annotations
 

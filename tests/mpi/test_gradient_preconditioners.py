@@ -1,4 +1,4 @@
-"""Preconditioners with factors of the averaged gradient: the numbers of one process, the bytes."""
+"""Preconditioners with factors of the averaged gradient match one process and the plan's bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graph networks whose nodes are dealt to ranks: sums over neighbours, gradients, trainings."""
+"""Graph networks whose nodes are spread over ranks: sums over neighbours, gradients, training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attentions and recurrent cells under every placement: one process's numbers."""
+"""Attention and recurrent cells match one process with every placement."""
 
 from __future__ import annotations
 

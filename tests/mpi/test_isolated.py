@@ -1,4 +1,4 @@
-"""Messages measured alone, in flight, and while the training waits."""
+"""Messages measured in isolation, in flight, and while training waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eigenvectors renewed by iterations: one process's numbers on any ranks, and after a restart."""
+"""Eigenvectors renewed by iteration match one process, on any ranks and after restarts."""
 
 from __future__ import annotations
 

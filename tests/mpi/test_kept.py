@@ -1,4 +1,4 @@
-"""Averages and decompositions kept in bfloat16: one process's numbers, and the plan's bytes."""
+"""Averages and decompositions stored in bfloat16 match one process and the plan's bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of layer, factor and Fisher under every placement: one process's numbers."""
+"""Every kind of layer, factor and Fisher matches one process with every placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Factors with few kept leading eigenvectors: the plan's bytes, and restarts."""
+"""Factors of which only the leading eigenvectors are kept: the plan's bytes, and restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory on every rank, and bounds of sent bytes."""
+"""The memory of every rank, and bounds on the bytes sent."""
 
 from __future__ import annotations
 

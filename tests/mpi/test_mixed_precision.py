@@ -1,4 +1,4 @@
-"""Mixed precision on several ranks: all ranks skip an overflow of any rank, for any owner."""
+"""Mixed precision on several ranks: if any rank overflows, all ranks skip the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers with different preconditioners: one process's numbers, and the plan's bytes."""
+"""Layers with different preconditioners match one process and the plan's bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new preconditioner is distributed in all ways: one process's numbers."""
+"""A new preconditioner, distributed in every way, matches one process."""
 
 from __future__ import annotations
 

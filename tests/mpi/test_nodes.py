@@ -1,4 +1,4 @@
-"""Two levels: exactly the numbers of a single level, and refusals of wrongly placed ranks."""
+"""Two levels give exactly the results of one level, and reject misplaced ranks."""
 
 from __future__ import annotations
 

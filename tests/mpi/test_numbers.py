@@ -1,4 +1,4 @@
-"""Non-finite numbers: all ranks leave affected parts out, and training goes on."""
+"""Non-finite values: all ranks leave out the affected parts, and training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer in the form of a torch optimizer takes the trainer's steps."""
+"""A trainer in the form of a torch optimizer takes the same steps as the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches in parts, added in order: the same bits on every number of ranks that fits the parts."""
+"""Batches in parts, summed in order: the same bits on every number of ranks that fits the parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers whose calls see a part of the batch: experts, on any number of ranks."""
+"""Layers whose calls see only a part of the batch, such as experts, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PowerSGD against a few lines of numpy: sums of matrices, and training with and without K-FAC."""
+"""PowerSGD compared with a few lines of numpy: reductions, and training with and without K-FAC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Length and momentum from the quadratic model are the same for every distribution."""
+"""The quadratic model's step length and momentum are the same for every distribution."""
 
 from __future__ import annotations
 

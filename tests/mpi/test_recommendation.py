@@ -1,4 +1,4 @@
-"""Embedding tables that ranks own, and the training of a DLRM."""
+"""Embedding tables owned by ranks, and the training of a DLRM."""
 
 from __future__ import annotations
 

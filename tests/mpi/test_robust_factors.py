@@ -1,4 +1,4 @@
-"""Factors of K-FAC from the ranks whose factors are near most ranks' factors."""
+"""K-FAC with the factors of those ranks that are near the factors of most ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Robust rules in the place of averages of gradients: numbers, messages and memory."""
+"""Robust rules instead of averaged gradients: results, messages and memory."""
 
 from __future__ import annotations
 

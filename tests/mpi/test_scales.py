@@ -1,4 +1,4 @@
-"""EKFAC's scales on several ranks: one process's numbers, the plan's bytes, and restarts."""
+"""EKFAC's scales on several ranks match one process and the plan's bytes; restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that are dealt over groups of ranks: numbers, bytes, and refusals."""
+"""Layers that are split over groups of ranks: results, bytes and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run may stop and resume with a different number of ranks and a different strategy."""
+"""A run can stop, and resume with a different number of ranks and a different strategy."""
 
 from __future__ import annotations
 

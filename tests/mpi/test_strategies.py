@@ -1,4 +1,4 @@
-"""Every named strategy and every choice: the numbers of one process, and the plan's bytes."""
+"""Every named strategy and every choice match one process and the plan's bytes."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, n
     if preconditioner == "eva" and (
         strategy.transport.packing == "square" or strategy.refresh.tolerance
     ):
-        with pytest.raises(ValueError, match="vectors are neither squares nor decomposed"):
+        with pytest.raises(ValueError, match="vectors are not matrices, and nothing is decomposed"):
             trainer(comm, strategy, preconditioner)
         return
     kfac = trainer(comm, strategy, preconditioner)

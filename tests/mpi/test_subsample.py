@@ -1,4 +1,4 @@
-"""Factors of some examples of a large batch: which examples, on any number of ranks."""
+"""Factors from a subset of a large batch: which examples are used, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of several ranks make a single timeline."""
+"""The records of several ranks form a single timeline."""
 
 from __future__ import annotations
 

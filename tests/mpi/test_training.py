@@ -1,4 +1,4 @@
-"""Training on N ranks is training on the joined batch, for every distribution."""
+"""Training on N ranks matches training on the joined batch, for every distribution."""
 
 from __future__ import annotations
 

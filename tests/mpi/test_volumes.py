@@ -1,4 +1,4 @@
-"""A network of volumes on several ranks."""
+"""A network for volumes on several ranks."""
 
 from __future__ import annotations
 

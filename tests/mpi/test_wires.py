@@ -1,4 +1,4 @@
-"""Compressed messages: the plan's bytes, sums close to exact, and the same bits on all ranks."""
+"""Compressed messages: the plan's bytes, nearly exact sums, and the same bits on all ranks."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def flip(path: Path, chance: random.Random) -> str:
 
 
 def cut(path: Path, chance: random.Random) -> str:
-    """Cut the file off, often to nothing."""
+    """Truncate the file, often to nothing."""
     size = chance.choice([0, chance.randrange(path.stat().st_size)])
     os.truncate(path, size)
     return f"cut to {size} bytes"
@@ -68,7 +68,7 @@ def blank(path: Path, chance: random.Random) -> str:
 
 
 def noise(path: Path, chance: random.Random) -> str:
-    """Write random bytes somewhere in the file, or replace the file by them."""
+    """Write random bytes somewhere in the file, or replace the file with them."""
     content = path.read_bytes()
     start = chance.randrange(len(content))
     stop = chance.choice([start, start + 1, start + 16, len(content)])
@@ -101,7 +101,7 @@ BYTES = (flip, cut, blank, noise, repeat, token)
 
 
 def places(content: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield containers and keys of all values inside a document."""
+    """Yield the container and key of each value inside a document."""
     if isinstance(content, dict | list):
         for key in list(content) if isinstance(content, dict) else range(len(content)):
             yield content, key
@@ -171,7 +171,7 @@ def change_shard(path: Path, chance: random.Random) -> str:
     return f"sealed: {done}"
 
 
-# -- what stands in the place of the file --------------------------------------------------------
+# -- replacements of the file --------------------------------------------------------------------
 
 
 def remove(path: Path) -> None:
@@ -180,21 +180,21 @@ def remove(path: Path) -> None:
 
 
 def a_socket(path: Path) -> None:
-    """Make a socket."""
+    """Create a socket."""
     with socket.socket(socket.AF_UNIX) as made:
-        folder = os.open(path.parent, os.O_PATH)  # paths of sockets are short
+        folder = os.open(path.parent, os.O_PATH)  # the paths of sockets must be short
         made.bind(f"/proc/self/fd/{folder}/{path.name}")
         os.close(folder)
 
 
 def holes(path: Path, size: int) -> None:
-    """Make a large file without content."""
+    """Create a large sparse file."""
     path.write_bytes(b"")
     os.truncate(path, size)
 
 
 def replace(path: Path, chance: random.Random) -> str:
-    """Replace a file by a link, a pipe, a folder or something else."""
+    """Replace a file with a link, a pipe, a folder or something else."""
     outside = next((up / "outside" for up in path.parents if (up / "outside").exists()), "x")
     kinds: dict[str, Callable[[], object]] = {
         "nothing": lambda: None,

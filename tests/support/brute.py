@@ -1,4 +1,4 @@
-"""Vectors and moments of a layer by brute force: a call of autograd for every output.
+"""Vectors and moments of a layer by brute force, with a call of autograd for every output.
 
 The module uses only the layout of parameters and outputs from the library.
 """
@@ -22,9 +22,9 @@ def matrices(layer, gradients):
 
 
 def vectors(layer, x):
-    """Return all `a` `[batch, shared, groups, inputs]`: derivatives of outputs by weight and bias.
+    """Return all `a` `[batch, shared, groups, inputs]`, the outputs' gradients for weight and bias.
 
-    An output's derivative is `a` in the output's own row and group, and 0 elsewhere.
+    The gradient of an output is `a` in the output's own row and group, and 0 elsewhere.
     """
     y = layer.module(x)
     groups, outputs = layer.shape.groups, layer.shape.outputs
@@ -51,7 +51,7 @@ def rows(layer, g):
 
 
 def squares(vectors):
-    """Return `sum(v v^T)` over all but the last two dimensions; a single group has no dimension."""
+    """Return `sum(v v^T)` over all but the last two dimensions; for one group, a single matrix."""
     total = torch.einsum("...gi,...gj->gij", vectors, vectors)
     return total[0] if len(total) == 1 else total
 
@@ -59,7 +59,7 @@ def squares(vectors):
 def own_gradients(module, x, g):
     """Return a normalisation's unscaled values, and every example's gradients of scale and shift.
 
-    The gradients come from autograd, with the gradient `g` at the outputs. The shape is `[batch,
+    Autograd computes the gradients from the gradient `g` of the outputs. Their shape is `[batch,
     units, 1 or 2]`, for the trained parameters.
     """
     given, first = dict(module.named_parameters()), next(module.parameters())

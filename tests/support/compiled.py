@@ -1,4 +1,4 @@
-"""Train networks of `torch.compile`, and count what the compiler creates and runs."""
+"""Train networks compiled by `torch.compile`, and count what the compiler creates and runs."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Problem(NamedTuple):
         return F.cross_entropy(call(self.inputs[chosen]), self.labels[chosen])
 
     def kfac(self, network: nn.Module, **settings: Any) -> mpikfac.KFACOptimizer:
-        """Return K-FAC for the network, by default on the process alone."""
+        """Return K-FAC for the network, by default on this process alone."""
         usual = {"comm": MPI.COMM_SELF, "coverage": self.coverage, **INTERVALS}
         return mpikfac.KFACOptimizer(network, **(usual | settings))
 
     def descend(self, optimizer: Any, call: Callable[[Tensor], Tensor], steps: int = STEPS) -> None:
-        """Train for some steps; random draws, as of dropout, are the same in all steps."""
+        """Train for some steps; random draws, such as dropout's, are the same in all steps."""
         for _ in range(steps):
             optimizer.zero_grad()
             torch.manual_seed(0)
@@ -60,7 +60,7 @@ class Counter:
         self.graphs = self.operations = self.runs = 0
 
     def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        """Return the graph as the other backend compiles it."""
+        """Return the graph, compiled by the other backend."""
         self.graphs += 1
         self.operations += sum("call" in node.op for node in module.graph.nodes)
         compiled = self.backend(module, inputs)
@@ -73,15 +73,15 @@ class Counter:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """The numbers of graphs (also compiled again), operations, and breaks since `fresh`."""
+        """The numbers of compiled graphs, operations and graph breaks since `fresh`."""
         return self.graphs, self.operations, sum(counters["graph_break"].values())
 
 
 def fresh(backend: str = "eager") -> Counter:
-    """Return a counter of a compiler that has compiled nothing so far.
+    """Return a counter for a compiler that has compiled nothing so far.
 
-    Trainers that other tests have dropped can wait for Python's garbage collector, and until then
-    keep compiled models from running.
+    Trainers that other tests have dropped may still wait for Python's garbage collector, and keep
+    compiled models from running until then.
     """
     gc.collect()
     torch.compiler.reset()
@@ -121,11 +121,11 @@ def alone(problem: Problem, backend: str) -> Tensor:
 
 
 def check(problem: Problem, backend: str) -> Tensor:
-    """Compare a compiled training by K-FAC with one by SGD, and with `alone`; return weights.
+    """Compare compiled training with K-FAC with that of SGD, and with `alone`; return the weights.
 
     Raises:
         AssertionError: the compiler behaves differently from SGD, an ordinary step does not run the
-            compiled graphs, or weights differ in a bit.
+            compiled graphs, or the weights differ in any bit.
     """
     counter, network = fresh(backend), problem.made()
     compiled = torch.compile(network, backend=counter)

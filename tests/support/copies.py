@@ -1,4 +1,4 @@
-"""Least squares that differ by rank, and trainers whose ranks step replicas of the model."""
+"""Least-squares problems that differ by rank, and trainers whose ranks step replicas of a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STREAM = DiLoCo(sync_every=4, fragments=2, delay=3, mixing=0.3)
 
 
 def quadratic(rank):
-    """Return matrix and target of a rank's loss `|A w - b|^2 / 2`."""
+    """Return the matrix and the target of a rank's loss `|A w - b|^2 / 2`."""
     random = np.random.default_rng(rank)
     return random.normal(size=(8, SIZE)), random.normal(size=8)
 
@@ -59,7 +59,7 @@ def kfac_of(comm, strategy, **settings):
 
 
 def trainer_of(comm, kind, sync, **more):
-    """Return K-FAC or the baseline, with choices of the strategy."""
+    """Return K-FAC or the baseline, with the given choices of a strategy."""
     if kind == "K-FAC":
         return kfac_of(comm, Strategy(CommOpt(), sync=sync, **more))
     model, strategy = problem.network(), Strategy(MemOpt(), sync=sync, **more)

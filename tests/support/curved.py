@@ -36,12 +36,12 @@ def trained(model, comm=None, strategy=None, steps=3, **settings):
 
 
 def vectors(model, *examples):
-    """Return random vectors by the names of parameters."""
+    """Return random vectors, by parameter name."""
     return {n: torch.randn(*examples, *p.shape, dtype=F64) for n, p in model.named_parameters()}
 
 
 def losses(model, batch):
-    """Return the cross-entropy of each example."""
+    """Return the cross entropy of each example."""
     images, labels = batch
     return nn.functional.cross_entropy(model(images), labels, reduction="none")
 

@@ -1,4 +1,4 @@
-"""A preconditioner that no library has: only the diagonals of A and G, and a dense oracle."""
+"""A preconditioner for tests that uses only the diagonals of A and G, and a dense oracle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support import oracles
 
 @dataclass(frozen=True)
 class Diagonal(mpikfac.preconditioners.Preconditioner):
-    """Gradients divided by `g a + damping`, with the diagonals g of G and a of A."""
+    """Divide gradients by `g a + damping`, where g and a are the diagonals of G and A."""
 
     form = Form("diagonal", {"diagonal": 1}, work=1)
 

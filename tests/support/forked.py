@@ -1,4 +1,4 @@
-"""Ranks as forked processes without MPI: started in milliseconds, killed at any moment."""
+"""Ranks as forked processes without MPI, which start in milliseconds and can be killed any time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LEFT_ALONE = 9
 class Comm:
     """A communicator over sockets, with the collectives that checkpoints use.
 
-    Messages and files use different system calls, so that faults can hit files alone.
+    Messages and files use different system calls, so that faults can be injected into files alone.
     """
 
     def __init__(self, rank: int, size: int, peers: list[BinaryIO]) -> None:
         self.rank, self.size, self._peers = rank, size, peers
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return every rank's value, on every rank; a rank leaves if a peer is gone."""
+        """Return every rank's value, on every rank; a rank exits if a peer is gone."""
         try:
             if self.rank == 0:
                 values = [value, *(pickle.load(peer) for peer in self._peers)]
@@ -60,13 +60,13 @@ class Comm:
 
 
 def start(ranks: int, body: Callable[[Comm], None]) -> list[BaseProcess]:
-    """Return started processes; every process runs `body` with the process's communicator."""
+    """Start processes, each of which runs `body` with its communicator, and return them."""
     pairs = [socket.socketpair() for _ in range(ranks - 1)]
 
     def run(rank: int) -> None:
         mine = [pair[0] for pair in pairs] if rank == 0 else [pairs[rank - 1][1]]
         for end in (end for pair in pairs for end in pair if end not in mine):
-            end.close()  # otherwise nobody notices a dead owner
+            end.close()  # otherwise, nobody would notice that the owner has died
         body(Comm(rank, ranks, [end.makefile("rwb") for end in mine]))
 
     processes = [FORK.Process(target=run, args=(rank,)) for rank in range(ranks)]
@@ -79,7 +79,7 @@ def start(ranks: int, body: Callable[[Comm], None]) -> list[BaseProcess]:
 
 
 def traced(process: BaseProcess, log: Path, *options: str) -> subprocess.Popen[str]:
-    """Return strace on a waiting process and all later children; a context until they end.
+    """Start strace on a waiting process and its later children; as a context, wait for their end.
 
     The test is skipped without strace, or without permission to trace.
     """

@@ -1,4 +1,4 @@
-"""Networks and steps of preconditioners whose factors come from the averaged gradient, in numpy."""
+"""Networks for preconditioners with factors of the averaged gradient, and their steps in numpy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Matrix = np.ndarray
 
 
 class Attending(nn.Module):
-    """An attention over 5 positions of width 4, and a linear layer."""
+    """An attention layer over 5 positions of width 4, and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,18 +57,18 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "attention": Attending,
 }
 FACTORED = NETWORKS | {"narrow": narrow}
-"""With additional layers without a polar factor, which have factors."""
+"""`NETWORKS`, and a network with layers that have factors but no polar factor."""
 
 
 def network(kind: str) -> nn.Module:
-    """Return a network in float64, the same at every call."""
+    """Return a network in float64, the same in every call."""
     torch.manual_seed(3)
     with torch.device("cpu"):  # the same values on any device
         return FACTORED[kind]().double().to(problem.DEVICE)
 
 
 def batch(kind: str, step: int) -> tuple[Tensor, Tensor]:
-    """Return 12 inputs and labels; equal labels at step 3, so that gradients have low rank."""
+    """Return 12 inputs and labels; at step 3, all labels are equal, so gradients have low rank."""
     generator = torch.Generator().manual_seed(step)
     with torch.device("cpu"):
         inputs = torch.randn(12, *INPUTS[kind], generator=generator).double().to(problem.DEVICE)
@@ -77,7 +77,7 @@ def batch(kind: str, step: int) -> tuple[Tensor, Tensor]:
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], int]]:
-    """Yield name, weight and bias, and the number of groups of every layer, by hand."""
+    """Yield each layer's name, its weight and bias, and its number of groups, set by hand."""
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             yield f"{name}.in_proj", [module.in_proj_weight, module.in_proj_bias], 3
@@ -94,7 +94,7 @@ def stacked(parameters: list[Tensor], groups: int) -> Matrix:
 
 
 def in_groups(direction: Callable[[str, Matrix], Matrix]) -> Callable[[str, Matrix], Matrix]:
-    """Return a direction of layers, group by group, from a direction of matrices by name."""
+    """Return a function from a layer's gradient to its direction, from one for named matrices."""
 
     def of_layer(name: str, gradient: Matrix) -> Matrix:
         return np.stack([direction(f"{name} {n}", matrix) for n, matrix in enumerate(gradient)])
@@ -115,7 +115,7 @@ class Momenta:
 
 
 def polar(matrix: Matrix) -> Matrix:
-    """Return `U f(S) V'`, by singular values, with the polynomials of `orthogonalised` for f."""
+    """Return `U f(S) V'` from the singular values, where f are `orthogonalised`'s polynomials."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     values = values / (values**8).sum() ** (1 / 8) / orthogonal.MARGIN**0.5
     for first, third, fifth in orthogonal.STEPS:
@@ -124,12 +124,12 @@ def polar(matrix: Matrix) -> Matrix:
 
 
 class OfAdamsLength:
-    """Directions of layers with the length of Adam's step for the gradient.
+    """Compute directions of layers with the length of Adam's step for the gradient.
 
-    Groups of a layer are separate matrices; the length is that of the layer, and so of all groups.
+    The groups of a layer are separate matrices, but share a single length, that of the layer.
 
     Args:
-        direction: of a matrix, by name.
+        direction: returns the direction of a matrix, from its name and gradient.
     """
 
     def __init__(self, direction: Callable[[str, Matrix], Matrix]) -> None:
@@ -150,12 +150,12 @@ def by_hand(
     lr: float,
     see: Callable[[nn.Module, Tensor], None] = lambda model, inputs: None,
 ) -> nn.Module:
-    """Return a network after steps of SGD by directions of each layer's and group's gradient.
+    """Return a network after steps of SGD along directions of each layer's and group's gradient.
 
     Args:
         direction: returns the direction of a layer `[groups, outputs, inputs]`, from the layer's
             name and gradient.
-        see: is called with the network and the inputs before each step.
+        see: called with the network and the inputs before each step.
     """
     model = network(kind)
     for step in range(steps):
@@ -176,7 +176,7 @@ def by_hand(
 
 @torch.no_grad()
 def rows(model: nn.Module, x: Tensor) -> dict[str, Matrix]:
-    """Return the inputs of every layer with a 1 for the bias, `[groups, vectors, inputs]`."""
+    """Return the inputs of every layer, `[groups, vectors, inputs]`, with a 1 for the bias."""
     found = {}
     if isinstance(model, Attending):
         attention = model.attention
@@ -217,7 +217,7 @@ def of_words() -> nn.Module:
 
 
 def losses_of_words(kfac: KFAC, steps: int) -> list[float]:
-    """Train the network of words on a batch; return the losses."""
+    """Train the network from `of_words` on a batch; return the losses."""
     words, labels = torch.randint(7, (12, 3)), torch.randint(3, (12,))
     losses = []
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Attention and recurrent cells: torch's modules, and linear layers with the same weights."""
+"""Attention and recurrent cells: torch's modules, and equivalents made of linear layers."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def shift(bias: Tensor) -> nn.Linear:
-    """Return a linear layer that adds a bias; its weight is the identity, and frozen."""
+    """Return a linear layer that adds a bias; its weight is a frozen identity matrix."""
     made = linear(torch.eye(len(bias)).to(bias), bias)
     made.weight.requires_grad_(False)
     return made
 
 
 class Attends(nn.Module):
-    """Let tokens of an image attend to the same tokens, to others, or to two sets of others."""
+    """Let the tokens of an image attend to themselves, to others, or to two sets of others."""
 
     def __init__(self, attention: nn.Module, to: str, sequence_first: bool = False) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ TO = ("itself", "others", "apart", "sizes")
 
 
 def pair(kind: str, bias: bool = True, sequence_first: bool = False) -> tuple[nn.Module, nn.Module]:
-    """Return a network with torch's module and the same network of linear layers, in float64."""
+    """Return a network with torch's module, and an equal one of linear layers, in float64."""
     torch.manual_seed(1)
     if kind in CELLS:
         cell = CELLS[kind](8, WIDTH, bias=bias)
@@ -125,7 +125,7 @@ def pair(kind: str, bias: bool = True, sequence_first: bool = False) -> tuple[nn
         attention = nn.MultiheadAttention(
             WIDTH, 2, bias=bias, batch_first=not sequence_first, **sizes
         )
-        for parameter in attention.parameters():  # biases start at 0
+        for parameter in attention.parameters():  # torch initialises biases to 0
             nn.init.normal_(parameter, std=0.7)
         networks = (
             Attends(attention, kind, sequence_first),
@@ -136,7 +136,7 @@ def pair(kind: str, bias: bool = True, sequence_first: bool = False) -> tuple[nn
 
 
 def weights(network: nn.Module) -> Tensor:
-    """Return all trained parameters of a pair's network as a vector, in the same order for both."""
+    """Return all trained parameters of one of a pair's networks as a vector, in the same order."""
     inner = network.attention if isinstance(network, Attends) else network.cell
     groups = [network.head.weight, network.head.bias]
     if isinstance(inner, nn.MultiheadAttention):

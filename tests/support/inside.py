@@ -1,6 +1,6 @@
 """Access to the inner parts of trainers, for tests and benchmarks; no other test file imports them.
 
-If a part moves, only this file changes; `tests/test_house.py` enforces this. Tests should first use
+If a part moves, only this file changes; `tests/test_house.py` enforces this. Tests should prefer
 the public interface: states, messages, plans, errors.
 """
 
@@ -81,7 +81,7 @@ __all__ = [
 Trainer: TypeAlias = KFAC | FirstOrderTrainer | AsyncSGD
 
 # Where a function or a value can be replaced, as in `monkeypatch.setattr(*PLACES[...], other)`:
-# the owner and the name. Replacing a method affects all trainers.
+# the owner and the name of the attribute. Replacing a method affects all trainers.
 PLACES: dict[str, tuple[Any, str]] = {
     "reduce gradients": (Gradients, "average"),
     "decompose": (Bases, "decompose"),
@@ -94,7 +94,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
-# -- values as the parts hold them: changing a tensor changes the part -----------------------------
+# -- tensors that the parts hold: changing one changes the part ------------------------------------
 
 
 def factors(kfac: KFAC) -> Arena:
@@ -103,17 +103,17 @@ def factors(kfac: KFAC) -> Arena:
 
 
 def weights(kfac: KFAC) -> dict[str, Tensor]:
-    """Return the weights of this rank's running averages, each `[1]`, by the factor's name."""
+    """Return the weights of this rank's running averages by factor name, each `[1]`."""
     return kfac.preconditioner.factors.weights
 
 
 def statistics(kfac: KFAC) -> Arena:
-    """Return the sums over the passes since the last step, by the factor's name, with counts."""
+    """Return the sums over the passes since the last step by factor name, with counts."""
     return kfac.preconditioner.factors.statistics
 
 
 def bases(kfac: KFAC) -> Arena:
-    """Return this rank's decompositions in use, by the names of the state."""
+    """Return the decompositions that this rank uses, by their names in the state."""
     return kfac.preconditioner.bases.arena
 
 
@@ -148,7 +148,7 @@ def predicted_change(kfac: KFAC) -> Tensor:
 
 
 def memory_of_grafting(kfac: KFAC) -> dict[str, int]:
-    """Return the bytes kept for grafting, by the names of `plan.memory_of_grafting`."""
+    """Return the bytes kept for grafting, by the names in `plan.memory_of_grafting`."""
     graft: Any = kfac.grafting
     further = [*getattr(graft, "_sizes", ()), *getattr(graft, "_squares", {}).values()]
     flats = {x.untyped_storage().data_ptr(): x for x in [*graft._adam._averages, *further]}
@@ -158,7 +158,7 @@ def memory_of_grafting(kfac: KFAC) -> dict[str, int]:
 
 
 def memory(trainer: Trainer) -> dict[str, int]:
-    """Return the bytes of all buffers, by the names of `plan.memory`.
+    """Return the bytes of all buffers, by the names in `plan.memory`.
 
     "parts" and "wires" are present only if something is kept for parts of a batch or for encodings.
     """
@@ -234,7 +234,7 @@ def damping(kfac: KFAC, step: int) -> float:
 
 
 def due(kfac: KFAC, step: int) -> tuple[bool, bool, int | None]:
-    """Return whether a step computes factors and decompositions, and of which group (None: all)."""
+    """Return whether a step updates factors, whether it refreshes, and which group (None: all)."""
     stagger = kfac.plan.strategy.refresh.stagger
     numbers = kfac.settings.at(step, stagger)
     due = kfac.settings.due("factor_update_steps", step)
@@ -252,7 +252,7 @@ def decompositions(kfac: KFAC) -> Bases:
 
 
 def held(kfac: KFAC) -> dict[str, tuple[Preconditioner, Held]]:
-    """Return preconditioner and decompositions of every layer that this rank preconditions."""
+    """Return the preconditioner and decompositions of each layer that this rank preconditions."""
     bases = decompositions(kfac)
     layers = bases.plan.preconditioned
     return {x.name: (bases.preconditioners[x.preconditioner.name], bases.hold([x])) for x in layers}
@@ -286,7 +286,7 @@ def settled(kfac: KFAC) -> bool:
 
 @contextmanager
 def sent_on_arrival() -> Iterator[None]:
-    """Return a context in which new trainers send overlapped messages in the order they are ready.
+    """Return a context in which new trainers send overlapped messages in the order of readiness.
 
     The order must be the same on all ranks, as in a backward pass on a single thread.
     """
@@ -312,7 +312,7 @@ MOMENTS = {"at once": Moments, "together": DeferredMoments}
 
 
 def record(monkeypatch: MonkeyPatch, way: str) -> None:
-    """Let further trainers compute moments "at once" or "together", also on a CPU."""
+    """Let trainers created from now on compute moments "at once" or "together", also on a CPU."""
     chosen = dict.fromkeys((True, False), MOMENTS[way])
     monkeypatch.setattr(distributed.DistributedPreconditioner, "MOMENTS", chosen)
 
@@ -336,15 +336,15 @@ def live_parts() -> int:
 
 
 def let_wait(monkeypatch: MonkeyPatch, most: int) -> None:
-    """Let calls of at most so many bytes wait for the end of a backward pass."""
+    """Let calls of at most `most` bytes wait for the end of a backward pass."""
     monkeypatch.setattr(deferred, "MOST_BYTES", most)
 
 
 def compare_every(monkeypatch: MonkeyPatch, steps: int) -> None:
-    """Let ranks compare weights and buffers every so many steps."""
+    """Let ranks compare weights and buffers every `steps` steps."""
     monkeypatch.setattr(trainer, "COMPARE_EVERY", steps)
 
 
 def waiting(kfac: KFAC) -> int:
-    """Return the number of moments that wait."""
+    """Return the number of moments that wait to be computed."""
     return len(getattr(kfac.preconditioner.moments, "_waiting", ()))

@@ -16,10 +16,10 @@ import psutil
 
 from support.pace import paced
 
-LIMIT = 240  # seconds at pace 1, only for hangs: jobs take less than 30 on an idle machine
+LIMIT = 240  # seconds at pace 1, to catch hangs: jobs take less than 30 on an idle machine
 PROGRAMS = Path(__file__).parents[1] / "programs"
 NOT_STARTED = "The PMIx server's listener thread failed to start."
-"""What Open MPI's launcher prints when it gives up before any rank starts, once in thousands."""
+"""What Open MPI's launcher prints if it gives up before any rank starts, once in thousands."""
 TRAIN = ("-m", "mpikfac_apps", "train")
 """The training program, as arguments of `launch`."""
 
@@ -27,9 +27,9 @@ TRAIN = ("-m", "mpikfac_apps", "train")
 def launch(
     ranks: int, *args: str, timeout: float = LIMIT, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Return the end of `mpirun -n ranks python -m mpi4py args...`, with the job's output.
+    """Run `mpirun -n ranks python -m mpi4py args...`; return its exit code and its output.
 
-    A launcher that has started no rank is started once more. MPIRUN and MPIRUN_FLAGS name the
+    A launcher that has not started any rank is started once more. MPIRUN and MPIRUN_FLAGS set the
     launcher and its options. `env` is added to the environment.
 
     Raises:
@@ -43,7 +43,7 @@ def launch(
 def _ended(
     ranks: int, args: Sequence[str], timeout: float, env: dict[str, str] | None
 ) -> subprocess.CompletedProcess[str]:
-    """Return the end of a single start; see `launch`."""
+    """Return the result of a single start; see `launch`."""
     with start(ranks, *args, env=env) as job:
         try:
             output, errors = job.communicate(timeout=paced(timeout))
@@ -52,7 +52,7 @@ def _ended(
             output, errors = job.communicate()
             expired.add_note(f"{output}\n{errors}")
             raise
-    # Open MPI ends its own notes with a NUL byte, which can come before a rank's line.
+    # Open MPI ends its own notes with a NUL byte, which can precede a rank's line.
     texts = (text.replace("\0", "") for text in (output, errors))
     return subprocess.CompletedProcess(job.args, job.returncode, *texts)
 
@@ -60,7 +60,7 @@ def _ended(
 def run_each(runs: Sequence[tuple[int, Sequence[str]]], root: Path, timeout: float = LIMIT) -> None:
     """Run the training program several times, one run after another.
 
-    All runs share one job, as most of the time of a short run is the start of its ranks.
+    All runs share one job, because a short run spends most of its time on starting its ranks.
 
     Args:
         runs: the number of ranks and the options of each run.
@@ -88,7 +88,7 @@ def start(
 
 
 def processes(job: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Return the ranks of a job of Open MPI, in order."""
+    """Return the processes of an Open MPI job's ranks, in order."""
     ranks = psutil.Process(job.pid).children()
     return sorted(ranks, key=lambda rank: int(rank.environ()["OMPI_COMM_WORLD_RANK"]))
 

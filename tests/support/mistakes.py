@@ -14,7 +14,7 @@ class Mistake(NamedTuple):
         old: text that occurs exactly once in the file.
         new: the replacement of `old`.
         target: a test file, or a test.
-        ranks: number of ranks that run the target.
+        ranks: the number of ranks that run the target.
     """
 
     what: str
@@ -28,7 +28,7 @@ class Mistake(NamedTuple):
 TABLE = (
     # -- passes, arguments and tensors that ranks compare
     Mistake(
-        "factors: passes whose gradients are gone stay in the sums",
+        "factors: passes whose gradients were dropped stay in the sums",
         "engine/curvature/recording/hooks.py",
         "for name in removed if counts else ():",
         "for name in ():",
@@ -111,7 +111,7 @@ TABLE = (
         "tests/apps/test_language.py",
     ),
     Mistake(
-        "factors of the gradient: all blocks are of the first rows",
+        "factors of the gradient: all blocks are made of the first rows",
         "engine/curvature/gradient_factors.py",
         "            start = stop\n",
         "",
@@ -125,7 +125,7 @@ TABLE = (
         "tests/unit/test_shampoo.py",
     ),
     Mistake(
-        "factors of the gradient: learned before gradients are averaged",
+        "factors of the gradient: they are updated before gradients are averaged",
         "engine/curvature/gradient_factors.py",
         '"""Do nothing before gradients are averaged; see `make_directions`."""',
         "super().learn(numbers)",
@@ -133,7 +133,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "factors of the gradient: every rank averages, whatever the rank decomposes",
+        "factors of the gradient: every rank averages all factors, not those it decomposes",
         "plan/of_rank.py",
         "return self.decomposed()",
         "return self.factors",
@@ -163,7 +163,7 @@ TABLE = (
         "tests/unit/test_shampoo.py",
     ),
     Mistake(
-        "Muon: owners share out layers by size alone",
+        "Muon: layers are assigned to owners by size alone",
         "plan/roles.py",
         "return {layer.name: works or math.prod(layer.gradient)}",
         "return {layer.name: 1}",
@@ -184,7 +184,7 @@ TABLE = (
         "tests/unit/test_muon.py",
     ),
     Mistake(
-        "scaled losses: ranks beside one that steps nothing skip the wrong steps",
+        "scaled losses: if one rank steps nothing, other ranks skip the wrong steps",
         "engine/scaled.py",
         "usable = summed(gradients.site.grid.world, [not usable]) == [0]",
         "usable = summed(gradients.site.grid.world, [not usable]) != [0]",
@@ -262,7 +262,7 @@ TABLE = (
         "tests/unit/test_soap.py",
     ),
     Mistake(
-        "SOAP: averages are as long as Adam's",
+        "SOAP: averages have the decay of Adam's",
         "engine/curvature/eigenbases.py",
         "KIND, DECAY = ROTATED, 0.95",
         "KIND, DECAY = ROTATED, 0.999",
@@ -369,7 +369,7 @@ TABLE = (
         "tests/unit/test_costmodel.py",
     ),
     Mistake(
-        "prediction: a block of a factor is made of all rows",
+        "prediction: a block of a factor is computed from all rows",
         "predict/costs.py",
         "factor.work(2) * opposite[factor.side] for factor in own",
         "factor.order * opposite['A'] * opposite['G'] for factor in own",
@@ -383,7 +383,7 @@ TABLE = (
         "tests/unit/test_costmodel.py",
     ),
     Mistake(
-        "prediction: the rank with most polar products counts as any other",
+        "prediction: the rank with the most polar products counts like any other",
         "predict/simulator.py",
         "sum(sum(shape.products()) + sum(shape.orthogonalising()) for shape in shapes)",
         "sum(sum(shape.products()) for shape in shapes)",
@@ -397,7 +397,7 @@ TABLE = (
         "tests/unit/test_simulator.py",
     ),
     Mistake(
-        "prediction: factors of gradients are made in the backward pass",
+        "prediction: factors of gradients are computed in the backward pass",
         "predict/simulator.py",
         "seconds[names.MOMENTS] = costs.moment_seconds(plan, rank, machine)",
         "seconds[names.STATISTICS] += costs.moment_seconds(plan, rank, machine)",
@@ -460,7 +460,7 @@ TABLE = (
         "tests/unit/test_simulator.py",
     ),
     Mistake(
-        "plan: a length keeps momenta of all layers",
+        "plan: a step length keeps momenta of all layers",
         "plan/extensions/grafting.py",
         "layouts.by_kind(rank.preconditioned)",
         "layouts.by_kind(rank.layers)",
@@ -468,7 +468,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "plan: a length keeps averages of what another rank steps",
+        "plan: a step length keeps averages of parameters that another rank steps",
         "plan/extensions/grafting.py",
         "*(block for block in trained if rank.steps(block[0]))",
         "*trained",
@@ -476,7 +476,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "plan: rows of the length count an element per column",
+        "plan: the rows of a step length count an element per column",
         "plan/extensions/grafting.py",
         "[(name, shape[:-1]) for",
         "[(name, shape[1:]) for",
@@ -748,7 +748,7 @@ TABLE = (
         "tests/unit/test_counters.py",
     ),
     Mistake(
-        "codecs: losses of the encoding are not kept for the next step",
+        "codecs: errors of the encoding are not kept for the next step",
         "comm/messages/encoded.py",
         "return encode(flat[part], codec, residuals[part], velocity)",
         "return encode(flat[part], codec)",
@@ -763,7 +763,7 @@ TABLE = (
         "tests/property/test_codecs.py",
     ),
     Mistake(
-        "parts: a rank adds up the parts from the last to the first",
+        "parts: a rank sums the parts from the last to the first",
         "comm/messages/collectives.py",
         "for part in parts:",
         "for part in parts.flip(0):",
@@ -853,7 +853,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "EKFAC: scales shrink with the number of examples",
+        "EKFAC: scales decrease with the number of examples",
         "engine/curvature/scales.py",
         "count**2 * weight if of_loss",
         "count * weight if of_loss",
@@ -895,14 +895,14 @@ TABLE = (
         "tests/unit/test_capture.py",
     ),
     Mistake(
-        "capture: weights at new places are read at the old ones",
+        "capture: weights at new addresses are read at the old ones",
         "engine/curvature/grafting.py",
         "return self._adam.even, *places, *stepped",
         "return self._adam.even, *stepped",
         "tests/unit/test_capture.py",
     ),
     Mistake(
-        "stacks: layers of different owners lie apart",
+        "stacks: layers of different owners are not next to each other",
         "plan/roles.py",
         "owners = [(factor.owner, factor.replicated) for factor in self.factors]",
         "owners = [factor.replicated for factor in self.factors]",
@@ -968,7 +968,7 @@ TABLE = (
         "tests/unit/test_quadratic.py",
     ),
     Mistake(
-        "quadratic model: ranks do not add up their curvatures",
+        "quadratic model: ranks do not sum their curvatures",
         "lab/quadratic_model/graft.py",
         "mean = summed(site.grid.world, numbers.flatten().tolist())",
         "mean = numbers.flatten().tolist()",
@@ -1040,14 +1040,14 @@ TABLE = (
         "tests/unit/test_inner.py",
     ),
     Mistake(
-        "attention: statistics of all groups go to the first group",
+        "attention: statistics of all groups are added to the first group",
         "engine/curvature/recording/sums.py",
         "(planned.shape.groups, -1))[layer.group]",
         "(planned.shape.groups, -1))[0]",
         "tests/unit/test_inner.py",
     ),
     Mistake(
-        "subsample: a rank counts the examples of the rank alone",
+        "subsample: a rank counts only its own examples",
         "engine/curvature/recording/sums.py",
         "shares = factors.plan.pooled",
         "shares = 1",
@@ -1055,7 +1055,7 @@ TABLE = (
         ranks=2,
     ),
     Mistake(
-        "subsample: few examples stand for the whole batch in an embedding's diagonal",
+        "subsample: few examples represent the whole batch in an embedding's diagonal",
         "settings/estimator.py",
         "layer.preconditioner.vector or layer.shape.diagonal or layer.rescaled",
         "layer.preconditioner.vector or layer.rescaled",
@@ -1070,7 +1070,7 @@ TABLE = (
         "tests/unit/test_together.py",
     ),
     Mistake(
-        "moments together: a stack has two moments of a sum",
+        "moments together: a stack contains two moments of one sum",
         "engine/curvature/recording/deferred.py",
         "calls[id(waiting.side)] += 1  # a stack adds to a sum once",
         "pass",
@@ -1238,7 +1238,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "exchange: the outer step begins at the first weights of the run",
+        "exchange: the outer step begins at the initial weights of the run",
         "lab/local_sgd/replicas.py",
         "            self.keep()\n            return\n",
         "            return\n",
@@ -1308,7 +1308,7 @@ TABLE = (
         "tests/unit/test_robust.py",
     ),
     Mistake(
-        "robust: wrong ranks raise the floor of a safeguard",
+        "robust: faulty ranks raise the floor of a safeguard",
         "lab/robust/rules.py",
         "torch.minimum(longest, factor * usual)",
         "longest",
@@ -1322,7 +1322,7 @@ TABLE = (
         "tests/unit/test_robust.py",
     ),
     Mistake(
-        "robust: a safeguard takes the ranks before a step for those after it",
+        "robust: a safeguard uses the ranks before a step in place of those after it",
         "lab/robust/shards.py",
         "averaged = before & of_step.diagonal().isfinite()",
         "averaged = good",
@@ -1336,7 +1336,7 @@ TABLE = (
         "tests/unit/test_robust.py",
     ),
     Mistake(
-        "predictions: a number that is derived in part counts as published",
+        "predictions: a value that is partly derived counts as published",
         "predict/machine.py",
         'if "derived" in source]',
         'if source.startswith("derived")]',
@@ -1360,7 +1360,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "prediction: rows cost as much as equal rows of the busiest sender",
+        "prediction: rows cost as much as if all ranks sent like the busiest sender",
         "predict/costs.py",
         'seconds("Alltoallv", max(map(sum, message.sizes)), message.sizes)',
         'seconds("Alltoall", max(map(sum, message.sizes)))',

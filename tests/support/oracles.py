@@ -1,4 +1,4 @@
-"""The tests' reference: K-FAC from its definitions, by im2col and dense solves, in one process.
+"""The tests' reference: K-FAC by definition, with im2col and dense solves, in one process.
 
 No code in this file is fast, distributed, or taken from the library.
 """
@@ -37,16 +37,16 @@ def input_vectors(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def weight_vectors(module: nn.Module, x: Tensor) -> Tensor:
-    """Return all vectors `a` `[batch, positions, groups, inputs]`: factors of weights and bias.
+    """Return all vectors `a` `[batch, positions, groups, inputs]`, which multiply weights and bias.
 
-    The vectors come from autograd, for a convolution or transposed convolution with a single output
-    per group: an output's derivative by the output's own weights.
+    They come from autograd, as an output's gradient for its own weights, in a convolution or
+    transposed convolution with a single output per group.
     """
     names = [name for name, _ in module.named_parameters()]
 
     def outputs(*given: Tensor) -> Tensor:
         y = torch.func.functional_call(module, dict(zip(names, given)), x)
-        return y.sum(1).flatten(1)  # a weight's derivative has a single output as only term
+        return y.sum(1).flatten(1)  # only one output depends on a weight
 
     jacobians = torch.autograd.functional.jacobian(outputs, tuple(module.parameters()))
     parts = [j.reshape(*j.shape[:2], module.groups, -1) for j in jacobians]
@@ -61,7 +61,7 @@ def output_vectors(g: Tensor, outputs: int) -> Tensor:
 def calls(
     model: nn.Module, batch: Batch, loss: Callable[..., Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return all vectors `a` and `g` of every layer; leave the gradients of the mean loss."""
+    """Return all vectors `a` and `g` of every layer; keep the gradients of the mean loss."""
     outputs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def keep(name: str, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def calls(
 
 
 def factors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, Tensor]:
-    """Return A and G of every layer: means over all vectors; leave gradients of the mean loss."""
+    """Return A and G of every layer, as means over all vectors; keep the mean loss's gradients."""
     found = {}
     for name, (a, g) in calls(model, batch, loss).items():
         found[f"{name}.A"] = a.T @ a / len(a)
@@ -93,10 +93,10 @@ def factors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, T
 
 
 def vectors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, Tensor]:
-    """Return Eva's vectors of every layer: means of inputs and of the gradients of examples.
+    """Return Eva's vectors of every layer, the means of the inputs and of the examples' gradients.
 
-    Gradients are multiplied by the root of an example's number of positions; G is multiplied by the
-    number of positions.
+    Gradients are multiplied by the square root of the number of positions of an example, because G
+    is multiplied by that number.
     """
     found = {}
     for name, (a, g) in calls(model, batch, loss).items():
@@ -107,7 +107,7 @@ def vectors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, T
 
 
 def running_average(history: Sequence[Tensor], decay: float, start: str = "first") -> Tensor:
-    """Return the weighted mean of all factors so far; weights decrease by `decay` per factor."""
+    """Return the mean of all factors so far, weighted by `decay` to the power of their age."""
     terms = [(decay**age, factor) for age, factor in enumerate(reversed(history))]
     if start == "identity":
         eye = torch.eye(len(history[0]), dtype=history[0].dtype)
@@ -184,7 +184,7 @@ def train(
     """Train on the joined shards of every step; return the clip's factors.
 
     Args:
-        sources: the shard from which a factor is computed, by factor; all shards if None.
+        sources: for each factor, the shard from which it is computed; all shards if None.
     """
     history: list[dict[str, Tensor]] = []
     used: dict[str, Tensor] = {}
@@ -228,7 +228,7 @@ def _joined(shards: Sequence[Batch]) -> Batch:
 def _grafted(
     solve: Callable[..., Tensor], gradient: Tensor, a: Tensor, g: Tensor, damping: float
 ) -> Tensor:
-    """Return the direction of `solve`, at the gradient's length."""
+    """Return the direction of `solve`, scaled to the gradient's length."""
     direction = solve(gradient, a, g, damping)
     return direction * (gradient.norm() / direction.norm())
 

@@ -11,7 +11,7 @@ from subprocess import CompletedProcess
 from support.launch import launch
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "own_script.md"
-STEPS = 20  # of an epoch
+STEPS = 20  # steps per epoch
 BEFORE = f"""
 import torch
 import mpikfac
@@ -64,11 +64,11 @@ def blocks() -> list[str]:
 def run(
     folder: Path, ranks: int, parts: Sequence[tuple[str, str]], **choices
 ) -> CompletedProcess[str]:
-    """Return the end of a job with the page's first two programs, and more programs of the page.
+    """Run a job with the page's first two programs and `parts`; return its result.
 
     Args:
-        parts: a word of a program, and a program with the oracle to run after it.
-        choices: see `launch`; `changed` are texts to change in the page's programs.
+        parts: programs of the page, by a word in each, and the oracle to run after each.
+        choices: see `launch`; `changed` are texts to replace in the page's programs.
     """
     changed = choices.pop("changed", {})
     code = "\n".join([*blocks()[:2], LOOP])
@@ -83,7 +83,7 @@ def run(
 
 
 def place() -> dict[str, str]:
-    """Return the variables by which Accelerate's processes meet, as the page names them."""
+    """Return the variables through which Accelerate's processes meet, as the page names them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

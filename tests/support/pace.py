@@ -1,7 +1,7 @@
-"""The pace of the machine: time limits are only for hangs, and grow on a slow machine.
+"""The pace of the machine: time limits only catch hangs, and grow on a slow machine.
 
-`jobs/test.sh` times a start of two ranks, and sets MPIKFAC_TEST_PACE to this time divided by that
-on an idle machine. Without the variable the pace is 1.
+`jobs/test.sh` times a start of two ranks, and sets MPIKFAC_TEST_PACE to this time divided by the
+time on an idle machine. Without the variable, the pace is 1.
 """
 
 from __future__ import annotations

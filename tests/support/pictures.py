@@ -13,7 +13,7 @@ CLASSES = ("ant", "bee", "cat")
 
 
 def noise(root: Path, counts: Mapping[str, int] = COUNTS, suffix: str = "jpg") -> Path:
-    """Write images of noise of several sizes, with a colour for each class."""
+    """Write noise images of several sizes, with a colour for each class."""
     draw = np.random.default_rng(0)
     for part, count in counts.items():
         for label, name in enumerate(CLASSES):
@@ -28,7 +28,7 @@ def noise(root: Path, counts: Mapping[str, int] = COUNTS, suffix: str = "jpg") -
 
 
 def plain(root: Path, counts: Mapping[str, int] = COUNTS) -> Path:
-    """Write images of one colour: the red byte is the number of the image in its part's list."""
+    """Write images of one colour, whose red byte is the image's position in its part's list."""
     for part, count in counts.items():
         for label, name in enumerate(CLASSES):
             folder = root / part / name

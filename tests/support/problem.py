@@ -1,6 +1,6 @@
 """The tests' small training problem, in float64: about 12 images of 2 x 8 x 8 at every step.
 
-The problem is on the device named by MPIKFAC_TEST_DEVICE, by default on the CPU.
+MPIKFAC_TEST_DEVICE names the device of the problem, by default the CPU.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SETTINGS = {
     "preconditioner": "eigen",
 }
 DEVICE = torch.device(os.environ.get("MPIKFAC_TEST_DEVICE", "cpu"))
-STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of step
-EXAMPLES = world().size * max(1, 12 // world().size)  # equal shards; 12 of 1 to 4 ranks
+STEPS = 4  # factors at 0 and 2, decompositions at 0 and 3: all four kinds of steps
+EXAMPLES = world().size * max(1, 12 // world().size)  # equal shards; 12 on 1 to 4 ranks
 
 
 CLIPS = {
@@ -65,9 +65,9 @@ BY_ADAM = (
 
 
 def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
-    """Return a `KFAC` for settings by name, which are grouped here.
+    """Return a `KFAC`, after grouping settings that are given by name.
 
-    Directions keep the length that preconditioning gives, unless `grafting` is given.
+    Without `grafting`, directions keep the length that preconditioning gives them.
     """
     values = {}
     if "basis_dtype" in settings:
@@ -125,7 +125,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def sgd_all(model: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD with momentum and weight decay, equal for all layers of any network."""
+    """Return SGD with the same momentum and weight decay for all layers of any network."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
@@ -156,7 +156,7 @@ def shards(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
 def strategies(
     ranks: int, reductions: Sequence[str] = ("allreduce", "reduce_scatter", "local")
 ) -> list[Strategy]:
-    """Return all strategies of distributing K-FAC over `ranks` ranks."""
+    """Return all strategies for distributing K-FAC over `ranks` ranks."""
     choices = itertools.product(divisors(ranks), reductions, (False, True), (True, False))
     return [
         Strategy(
@@ -173,7 +173,7 @@ def strategies(
 
 
 def label(value: object) -> str | None:
-    """Return the part of a test's name for a strategy or a grafting."""
+    """Return a strategy or a grafting as a part of a test's name."""
     if isinstance(value, AdamGrafting):
         return "rows" if value.normalize_rows else "orthogonal" if value.orthogonalize else "adam"
     if isinstance(value, Grafting):
@@ -211,9 +211,9 @@ def take_step(trainer, loss: Tensor | float) -> None:
 
 
 def by_one_process(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what `train(comm, ...)` returns on one rank, for all ranks.
+    """Return a function that returns the result of `train(comm, ...)` on one rank, on all ranks.
 
-    Rank 0 trains while the other ranks wait. Equal arguments train once.
+    Rank 0 trains while the other ranks wait. Results are cached by arguments.
     """
 
     @functools.cache

@@ -1,6 +1,6 @@
-"""Record the operators of a function once, and run the same operators again: a graph on a CPU.
+"""Record the operators of a function once, and run them again, as a CUDA graph does, on a CPU.
 
-As in a CUDA graph, a replay has the addresses and the host's values of the recording.
+As in a CUDA graph, a replay uses the addresses of the recording and the host's values at the time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FORBIDDEN = ("_local_scalar_dense", "nonzero", "item", "_pin_memory")
 
 
 class Operators(TorchDispatchMode):
-    """Keep the operators that run inside, with arguments and results."""
+    """Keep the operators that run in the context, with their arguments and results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Operators(TorchDispatchMode):
         """Run and keep an operator.
 
         Raises:
-            AssertionError: the host reads a number of the device, or copies between both.
+            AssertionError: the host reads a value from the device, or copies from or to it.
         """
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
@@ -39,7 +39,7 @@ class Operators(TorchDispatchMode):
         return results
 
     def replay(self) -> None:
-        """Run the operators again, with the results at the places of the first run."""
+        """Run the operators again, with results at the same addresses as in the first run."""
         for func, args, kwargs, places in self.kept:
             results = tensors(func(*args, **kwargs))
             for place, result in zip(places, results):

@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).parents[1] / "smpi" / "replay.c"
 SCALE = 256
 WORD = 4  # bytes of an element of the C program
 OF_PARTS = ("Reduce_scatter", "Allgatherv", "Alltoall")
-IN_PARTS, ON_NODES = " in parts", " on nodes"  # suffixes of strategies: no shards; two levels
+IN_PARTS, ON_NODES = " in parts", " on nodes"  # suffixes of strategies: without shards, two levels
 NAMES = {
     "Allreduce": {"doubling": "rdb", "rabenseifner": "rab_rdb", "ring": "lr"},
     "Reduce": {"binomial": "binomial", "linear": "flat_tree"},
@@ -38,14 +38,14 @@ NAMES = {
     "Allgatherv": {"ring": "", "neighbour": "ompi_neighborexchange", "bruck": "ompi_bruck"},
     "Alltoall": {"linear": "ompi_basic_linear", "pairwise": "ring"},
 }
-"""SMPI's names of algorithms, by primitive and by the names of `mpikfac.predict.algorithms`.
+"""SMPI's names of algorithms, by primitive and by the names in `mpikfac.predict.algorithms`.
 
-Algorithms without a name are in replay.c: SMPI's rings of gathers send to far members or in pieces.
+replay.c implements those without a name: SMPI's ring gathers send to far members, or in pieces.
 """
 
 OPTIONS = {
     **{"smpi/bw-factor": "0:1", "smpi/lat-factor": "0:1", "network/TCP-gamma": 0},
-    "network/weight-S": 1,  # flows share a link equally; with 0, some flows share nothing
+    "network/weight-S": 1,  # flows share a link equally; with 0, some flows do not share it
     **{"smpi/os": "0:0:0", "smpi/or": "0:0:0", "smpi/simulate-computation": "no"},
     **{"smpi/display-timing": "no", "contexts/stack-size": 256, "network/crosstraffic": "no"},
     "smpi/send-is-detached-thresh": 2**16 // SCALE,
@@ -58,7 +58,7 @@ class Call:
 
     Attributes:
         numbers: the call's arguments in the file; see replay.c.
-        elements: elements of every member's part, or of the whole buffer, before scaling.
+        elements: the number of elements of each member's part, or of the buffer, before scaling.
     """
 
     numbers: tuple[int, ...]
@@ -67,7 +67,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A message as all ranks send it; the ranks of each team have parts of it."""
+    """A message as all ranks send it, with the calls of each team."""
 
     primitive: str
     algorithm: str
@@ -189,7 +189,7 @@ def pieces(counts: Sequence[int], piece: int, primitive: str) -> Iterator[list[i
 def transfers(
     before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield source, destination and elements that a member holds of another member's new part."""
+    """Yield source, destination and the elements that a member holds of another's new part."""
     for source, (start, stop) in enumerate(before):
         for to, (first, last) in enumerate(after):
             count = min(stop, last) - max(start, first)
@@ -211,7 +211,7 @@ def simulated(
     """Return the simulated seconds of each message on a machine; write files in `folder`.
 
     Args:
-        limit: the real seconds that the simulation of one algorithm can take.
+        limit: the maximum seconds of real time that simulating one algorithm may take.
 
     Raises:
         subprocess.TimeoutExpired: the simulation took longer.
@@ -290,7 +290,7 @@ def platform_of(machine: Machine, ranks: int) -> str:
 
 @cache
 def plan_of(name: str, ranks: int, machine: str, model: str = "resnet50") -> Plan:
-    """Return the plan that `mpikfac simulate` makes of a strategy for a machine.
+    """Return the plan that `mpikfac simulate` makes from a strategy for a machine.
 
     Args:
         name: the name of a strategy, optionally with the suffix " in parts" (without shards) or

@@ -12,12 +12,12 @@ Value = TypeVar("Value")
 
 
 def strategy_of(*tables: Mapping[str, Any]) -> Strategy:
-    """Return the strategy of dotted names; the assignment is MEM-OPT unless a table sets it."""
+    """Return a strategy from dotted names; the assignment is MEM-OPT unless a table sets it."""
     return changed(Strategy(MemOpt()), *tables)
 
 
 def changed(value: Value, *tables: Mapping[str, Any]) -> Value:
-    """Return a copy of a frozen dataclass with other values by dotted name; later tables win.
+    """Return a copy of a frozen dataclass with new values by dotted name; later tables win.
 
     The value of a whole part, such as "sync", is set before values inside it.
     """

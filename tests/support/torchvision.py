@@ -1,6 +1,6 @@
-"""Replace torchvision during the import of timm, which needs only the names of torchvision.
+"""Replace torchvision during the import of timm, which only needs torchvision's names.
 
-The real torchvision would install another version of torch.
+Installing the real torchvision would also install another version of torch.
 """
 
 from __future__ import annotations

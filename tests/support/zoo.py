@@ -1,4 +1,4 @@
-"""Small networks of timm and transformers with random weights: models written by others."""
+"""Small third-party networks with random weights, from timm and transformers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Entry:
 
     Attributes:
         build: returns the network, with random weights.
-        inputs: shape of an example.
+        inputs: the shape of an example.
         tokens: examples are integers below `tokens`; None for real inputs.
-        positions: layers to skip; their input has a row per position instead of per example.
+        positions: layers to skip, whose input has a row per position instead of per example.
     """
 
     build: Callable[[], nn.Module]
@@ -43,7 +43,7 @@ class Entry:
 
 
 class Adapted(nn.Module):
-    """Wrap a network of transformers: take one tensor and return `[batch, classes, ...]`."""
+    """Wrap a network from transformers to take one tensor and return `[batch, classes, ...]`."""
 
     def __init__(self, network: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def timm() -> Any:
 
 @cache
 def transformers() -> Any:
-    """Return transformers, set to contact no server and to print no advice."""
+    """Return transformers, configured to contact no server and to print no advice."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     found = importlib.import_module("transformers")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -115,7 +115,7 @@ def mixer() -> nn.Module:
 
 
 def levit() -> nn.Module:
-    """Return a LeViT that looks up its biases in every pass, as eval() would keep a graph."""
+    """Return a LeViT that looks up its biases in every pass, because eval() caches a graph."""
 
     def look_up(attention: Any, device: object) -> Tensor:
         return attention.attention_biases[:, attention.attention_bias_idxs]
@@ -195,7 +195,7 @@ def vit() -> nn.Module:
 
 
 def clip() -> nn.Module:
-    """Return a CLIP that multiplies an image's features by those of tokens made from the image."""
+    """Return a CLIP that multiplies an image's features by those of tokens made from it."""
     words = {**SMALL, "vocab_size": WORDS}
     image = {**SMALL, "image_size": 32, "patch_size": 8}
     made = transformers().CLIPConfig(text_config=words, vision_config=image, projection_dim=8)

@@ -1,4 +1,4 @@
-"""Adam's steps of many gradients at once."""
+"""Adam's steps for many gradients at once."""
 
 from __future__ import annotations
 

@@ -176,11 +176,11 @@ def test_nothing_is_learned_where_nothing_was_stepped(comm):
     [
         (
             {"damping_adaptation_interval": 0},
-            "damping_adaptation_interval=0 must be a whole number of at least 1",
+            "damping_adaptation_interval=0 must be a whole number >= 1",
         ),
         (
             {"damping_adaptation_interval": 2.0},
-            "damping_adaptation_interval=2.0 must be a whole number of at least 1",
+            "damping_adaptation_interval=2.0 must be a whole number >= 1",
         ),
         (
             {"damping_adaptation_decay": 1.0},

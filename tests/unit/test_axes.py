@@ -1,4 +1,4 @@
-"""Strategies on the axes of surveys."""
+"""The positions of strategies on the axes of two surveys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACES = {
         *("decompositions", "mean"),
     ),
     "spd-kfac": ("gradients at every step", "all ranks", "none", "backward pass", "mean"),
-    "comm-opt-int8": ("gradients at every step", "all ranks", "int8 numbers", "none", "mean"),
+    "comm-opt-int8": ("gradients at every step", "all ranks", "int8 values", "none", "mean"),
     "dgc": ("gradients at every step", "all ranks", "the largest 0.1 %", "none", "mean"),
     "power-sgd": ("gradients at every step", "all ranks", "rank 2", "none", "mean"),
     "post-local-sgd": (

@@ -1,4 +1,4 @@
-"""Decompositions with a delay between the begin and the first use."""
+"""Decompositions that are first used some steps after they begin."""
 
 from __future__ import annotations
 

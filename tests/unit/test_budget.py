@@ -1,4 +1,4 @@
-"""The budget: what operations are, how factors are cut, how intervals stretch, what is said."""
+"""The budget: what counts as operations, cuts of factors, longer intervals, and log lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with buffers of any dtype train and are stored; other forms of tensors are refused."""
+"""Models with buffers of any dtype are trained and stored; other kinds of tensors are rejected."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ DTYPES = [
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.int8, torch.float16),
 ]
 OTHERS = {
-    "sparse": (lambda: torch.eye(3).to_sparse(), "seen is torch.sparse_coo, and must be plain"),
-    "rows": (lambda: torch.eye(3).to_sparse_csr(), "seen is torch.sparse_csr, and must be plain"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "seen is torch.sparse_coo, but must be a plain"),
+    "rows": (lambda: torch.eye(3).to_sparse_csr(), "seen is torch.sparse_csr, but must be a plain"),
     "quantized": (
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-        r"seen is quantized, and must be plain; use its dequantize\(\)",
+        r"seen is quantized, but must be a plain tensor; use its dequantize\(\)",
     ),
-    "conjugate": (lambda: torch.tensor([1j]).conj(), "seen is a conjugate view, and must be plain"),
+    "conjugate": (lambda: torch.tensor([1j]).conj(), "seen is a conjugate view, but must be"),
     "lazy": (nn.UninitializedBuffer, "seen has no shape yet; call the model before"),
 }
 

@@ -1,4 +1,4 @@
-"""The steps of epochs, with batches that change, against a list of all steps."""
+"""The steps of epochs with changing batch sizes, compared with a list of all steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled models keep their graph: hooks are there in steps with new factors alone."""
+"""Compiled models keep their graph, because hooks exist only in steps with new factors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds of collectives beside messages moved one by one, and beside a simulated MPI."""
+"""Costs of collectives, compared with single messages and with a simulation of MPI."""
 
 from __future__ import annotations
 

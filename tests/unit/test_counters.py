@@ -1,4 +1,4 @@
-"""The bytes that MPI itself counts for the messages of a plan, beside the plan's bytes."""
+"""The bytes that MPI counts for the messages of a plan, compared with the plan's bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The curvature of a run, from its factors: every function of it against dense matrices."""
+"""The curvature of a run, from its factors: every function compared with dense matrices."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_wrong_vectors_are_refused(kfac):
         ValueError, match=r"the vector's 5\.bias is \[2\], but the parameter is \[3\]"
     ):
         curvature.solve(v | {"5.bias": torch.zeros(2)})
-    with pytest.raises(ValueError, match="damping=-1.0 must be a number of at least 0"):
+    with pytest.raises(ValueError, match="damping=-1.0 must be a finite number >= 0"):
         curvature.solve(v, -1.0)
     with pytest.raises(ValueError, match="layer='9' must be one of 0, 3, 5"):
         curvature.eigenvalues("9")

@@ -1,4 +1,4 @@
-"""Damping relative to a layer's spectrum."""
+"""Damping relative to the spectrum of a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses with derivatives with respect to inputs are reported once; others are not."""
+"""Losses that contain derivatives with respect to inputs are reported once; others are not."""
 
 from __future__ import annotations
 

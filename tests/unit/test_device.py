@@ -36,7 +36,7 @@ def test_without_a_gpu_there_is_the_cpu(comm, no_gpu, kind):
 
 
 def test_a_gpu_that_is_not_there_is_refused(comm, no_gpu):
-    with pytest.raises(ValueError, match="device='cuda' but torch finds no GPU; use device='cpu'"):
+    with pytest.raises(ValueError, match="device='cuda', but torch finds no GPU; use device='cpu'"):
         mpikfac.device(comm, "cuda")
 
 
@@ -50,7 +50,7 @@ def test_the_first_rank_of_a_node_takes_the_first_gpu(comm, two_gpus, kind, wher
 
 
 def test_gpus_of_another_name_are_refused(comm, two_gpus):
-    with pytest.raises(ValueError, match="device='xpu' but torch finds a GPU of the name 'cuda'"):
+    with pytest.raises(ValueError, match="device='xpu', but torch finds a GPU named 'cuda'"):
         mpikfac.device(comm, "xpu")
 
 

@@ -1,4 +1,4 @@
-"""Every Fisher's factors, in the factors of a step."""
+"""Every kind of Fisher, in the factors of a step."""
 
 from __future__ import annotations
 

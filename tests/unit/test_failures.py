@@ -1,4 +1,4 @@
-"""How a job ends when a rank fails, and how separate single ranks end."""
+"""How a job ends when a rank fails, and how single ranks of a mismatched launcher end."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ MISTAKES = {
     ),
     "on one rank, which the others cannot know": (
         "if rank: raise UserError('no room')\ncomm.Barrier()",
-        "mpikfac: rank 1 alone: no room",
+        "mpikfac: only on rank 1: no room",
     ),
 }
 

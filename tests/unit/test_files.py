@@ -1,4 +1,4 @@
-"""How files are opened: regular files of bounded size, at once, and printable text."""
+"""How files are opened (regular files of bounded size, without waiting), and printable text."""
 
 from __future__ import annotations
 

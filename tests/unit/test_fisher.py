@@ -1,4 +1,4 @@
-"""Gradients for the model's own labels, against Hessians and expectations."""
+"""Gradients for labels drawn by the model, compared with Hessians and expectations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of layers and influence functions against gradients of single examples."""
+"""Layer records and influence functions, compared with gradients of single examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attentions and recurrent cells: the directions of linear layers that compute the same."""
+"""Attention and recurrent cells have the directions of equivalent linear layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes and steps that an exception has left, as in a notebook, and that are run again."""
+"""Passes and steps that an exception interrupts, as in a notebook, and that are run again."""
 
 from __future__ import annotations
 

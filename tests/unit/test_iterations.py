@@ -1,4 +1,4 @@
-"""Older eigenvectors that are renewed by orthogonal iterations, in the place of a decomposition."""
+"""Old eigenvectors that are renewed by orthogonal iterations instead of a decomposition."""
 
 from __future__ import annotations
 

@@ -349,11 +349,11 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
         ({"factor_decay": 1.0}, "factor_decay=1.0 must be at least 0 and below 1"),
         (
             {"factor_update_steps": 0},
-            "factor_update_steps=0 at step 0 must be a whole number of at least 1",
+            "factor_update_steps=0 at step 0 must be a whole number >= 1",
         ),
         (
             {"inv_update_steps": 2.5},
-            "inv_update_steps=2.5 at step 0 must be a whole number of at least 1",
+            "inv_update_steps=2.5 at step 0 must be a whole number >= 1",
         ),
         ({"damping": lambda step: -1.0}, "schedule damping at step 0=-1.0 must be"),
         (
@@ -362,8 +362,8 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
         ),
         ({"normalization": "x"}, "normalization='x' must be one of 'expand', 'sc20', "),
         ({"initial_factor": "zero"}, "initial_factor='zero' must be one of 'first', 'identity'"),
-        ({"subsample": 0}, "subsample=0 must be a whole number of at least 1"),
-        ({"subsample": 2.0}, "subsample=2.0 must be a whole number of at least 1"),
+        ({"subsample": 0}, "subsample=0 must be a whole number >= 1"),
+        ({"subsample": 2.0}, "subsample=2.0 must be a whole number >= 1"),
         ({"statistics_dtype": torch.float16}, "statistics_dtype=torch.float16 must be one of"),
         ({"factor_dtype": torch.float16}, "factor_dtype=torch.float16 must be one of"),
         ({"basis_dtype": "bfloat16"}, "dtype='bfloat16' must be one of None, torch.bfloat16"),

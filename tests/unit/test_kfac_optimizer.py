@@ -1,4 +1,4 @@
-"""K-FAC by one constructor, as torch optimizers are used, and the habits that it refuses."""
+"""K-FAC from one constructor, used like a torch optimizer, and the uses that it rejects."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_state_resumes_with_a_scheduler():
             {"comm": "comm-opt"},
             "comm='comm-opt' must be a communicator of mpi4py, a SplitComm, or None",
         ),
-        ({"lr": -1.0}, "lr=-1.0 must be a finite number of at least 0"),
+        ({"lr": -1.0}, "lr=-1.0 must be a finite number >= 0"),
         ({"momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
         ({"weight_decay": math.nan}, "weight_decay=nan must be a finite number"),
         ({"grafting": "adam"}, "grafting='adam' must be None or mpikfac.AdamGrafting"),

@@ -1,4 +1,4 @@
-"""Every kind of layer against autograd's derivatives of the module."""
+"""Every kind of layer, compared with the module's derivatives by autograd."""
 
 from __future__ import annotations
 

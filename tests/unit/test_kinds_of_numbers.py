@@ -1,4 +1,4 @@
-"""Numbers of Python, numpy and torch are the same numbers in settings, schedules and states."""
+"""Settings, schedules and states accept the numbers of Python, numpy and torch as equals."""
 
 from __future__ import annotations
 

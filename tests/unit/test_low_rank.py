@@ -1,4 +1,4 @@
-"""Leading eigenvectors by iteration, tests of the eigenvectors' fit, and refused uses."""
+"""Leading eigenvectors by iteration, checks of how well they fit, and rejected uses."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def changed(**values):
         (changed(inside={"latency": 1}), "inside lacks the key 'bandwidth'"),
         (changed(inside={"latency": 1, "bandwidth": 0}), "inside.bandwidth=0 must be a finite"),
         (changed(between={"latency": "1", "bandwidth": 1}), "between.latency='1' must be a finite"),
-        (changed(ranks_per_node=0), "ranks_per_node=0 must be a whole number of at least 1"),
+        (changed(ranks_per_node=0), "ranks_per_node=0 must be a whole number >= 1"),
         (changed(products=[[1]]), "products must be a list of pairs of numbers"),
         (changed(products=[], networks=[BARE]), "set products, or precondition of model='a'"),
         (changed(library="MyMPI"), "library='MyMPI' must be one of Open MPI, MPICH"),
@@ -152,11 +152,11 @@ def test_a_bad_number_of_a_network_is_named():
         ),
         (
             lambda: MACHINE.network("resnet50", 32),
-            "no times for model='resnet50', only of: resnet20",
+            "no times for model='resnet50', only for: resnet20",
         ),
         (
             lambda: MACHINE.decomposition("svd", 3),
-            "no times for preconditioner='svd', only of: inverse",
+            "no times for preconditioner='svd', only for: inverse",
         ),
     ],
 )

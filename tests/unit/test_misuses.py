@@ -1,4 +1,4 @@
-"""Uses that break other implementations, or silently go wrong: mpikfac works, or reports an error.
+"""Uses that break other implementations or silently go wrong: mpikfac works or raises an error.
 
 Most uses have a plain way to write the same computation. The plain way is the oracle.
 """

@@ -1,4 +1,4 @@
-"""Layers of a single network with different preconditioners, by a rule."""
+"""A rule that selects different preconditioners for the layers of a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new preconditioner is a separate class: plan, state, rules and logs know its form."""
+"""A new preconditioner is one class, whose form the plan, state, rules and logs use."""
 
 from __future__ import annotations
 

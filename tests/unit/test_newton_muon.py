@@ -1,4 +1,4 @@
-"""Newton-Muon: K-FAC's A alone, for orthogonal directions."""
+"""Newton-Muon, which uses only the factor A to compute orthogonal directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NorMuon, a preconditioner without factors whose directions have rows of about equal lengths."""
+"""NorMuon, a preconditioner without factors whose directions have rows of about equal length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer in the form of a torch optimizer refuses and passes on."""
+"""What the trainer in the form of a torch optimizer rejects and passes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that sends the most urgent message first; prepared answers replace further ranks."""
+"""The thread that sends the most urgent message first; prepared answers replace other ranks."""
 
 from __future__ import annotations
 

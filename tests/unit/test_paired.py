@@ -1,4 +1,4 @@
-"""Two checkouts take turns, and each turn measures the library of its own checkout."""
+"""Two checkouts run alternately, and each run measures the library of its own checkout."""
 
 from __future__ import annotations
 

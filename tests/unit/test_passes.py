@@ -1,4 +1,4 @@
-"""Passes that count, and gradients that count: statistics are of the weight's own gradient."""
+"""Which passes and gradients count: statistics belong to the gradient of the weight."""
 
 from __future__ import annotations
 

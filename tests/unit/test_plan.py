@@ -531,7 +531,7 @@ def mib(elements):
             for bad in (-0.1, float("nan"), float("inf"), True, "0.1")
         ),
         (lambda: HybridOpt(grad_workers=0), "grad_workers=0 must be a whole number"),
-        (lambda: Refresh(stagger=0), "stagger=0 must be a whole number of at least 1"),
+        (lambda: Refresh(stagger=0), "stagger=0 must be a whole number >= 1"),
         *(
             (lambda fusion=fusion: Transport(fusion=fusion), f"fusion={shown} must be a whole")
             for fusion, shown in ((0, 0), ((), ()), ((2, 0), 0), ("3", "'3'"))
@@ -542,7 +542,7 @@ def mib(elements):
         ),
         (
             lambda: Transport(ranks_per_node=0),
-            "ranks_per_node=0 must be a whole number of at least",
+            "ranks_per_node=0 must be a whole number >=",
         ),
         (
             lambda: make_plan(LAYERS, 6, Strategy(transport=Transport(ranks_per_node=4))),

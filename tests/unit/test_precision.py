@@ -1,4 +1,4 @@
-"""The precision of directions: how operands are rounded, where, and what a step makes of it."""
+"""The precision of directions: how and where operands are rounded, and the effect on a step."""
 
 from __future__ import annotations
 

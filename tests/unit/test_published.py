@@ -1,4 +1,4 @@
-"""Preconditioners of the averaged gradient beside published optimizers, on a single layer."""
+"""Preconditioners of the averaged gradient, compared with published optimizers on one layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Length and momentum from the damped quadratic model of a batch."""
+"""Step length and momentum from the damped quadratic model of a batch."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ def test_another_loss_is_warned_of_once(comm, caplog, factor):
         F.cross_entropy(model(x), labels()).backward()
         kfac.grafting.set_batch(x, lambda outputs: factor * F.cross_entropy(outputs, labels()))
         kfac.step()
-    said = [r for r in caplog.records if "the loss of backward()" in r.getMessage()]
+    said = [r for r in caplog.records if "the loss that backward()" in r.getMessage()]
     assert len(said) == (factor not in (0.5, 2.0))
     for record in said:
         assert record.args[0] == pytest.approx(factor * record.args[1])

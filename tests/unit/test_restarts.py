@@ -168,10 +168,10 @@ def test_another_optimizers_state_is_refused(comm):
 
 
 REFUSED = {
-    "a side that it lacks": ({"sides": "AG"}, "sides='AG' of layer 'norm', which has 'A'"),
-    "no side": ({"sides": ""}, "sides='' of layer 'norm', which has 'A'"),
-    "another order": ({"outputs": 2}, "outputs=2 of layer 'norm', which has 1"),
-    "scales": ({"rescaled": True}, "rescaled=True of layer 'words', which has False"),
+    "a side that it lacks": ({"sides": "AG"}, "sides='AG' for layer 'norm', which has 'A'"),
+    "no side": ({"sides": ""}, "sides='' for layer 'norm', which has 'A'"),
+    "another order": ({"outputs": 2}, "outputs=2 for layer 'norm', which has 1"),
+    "scales": ({"rescaled": True}, "rescaled=True for layer 'words', which has False"),
 }
 
 
@@ -186,7 +186,7 @@ def test_what_a_layer_does_not_have_cannot_be_kept(comm, case):
         return replace(layer, **fields) if layer.name == name else layer
 
     covers = {**mpikfac.KINDS, **mpikfac.NORMS}
-    with pytest.raises(ValueError, match=f"the rule makes {message}"):
+    with pytest.raises(ValueError, match=f"the rule sets {message}"):
         trainer(comm, model, covers=covers, rule=rule, preconditioner="ekfac")
 
 

@@ -1,4 +1,4 @@
-"""Rules that combine vectors of ranks, some of which are wrong."""
+"""Rules that combine the vectors of ranks, some of which are faulty."""
 
 from __future__ import annotations
 

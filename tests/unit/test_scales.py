@@ -1,4 +1,4 @@
-"""EKFAC's scales: second moments of examples' gradients in the eigenbases, and the scales' use."""
+"""EKFAC's scales, the second moments of examples' gradients in the eigenbases, and their use."""
 
 from __future__ import annotations
 
@@ -450,7 +450,7 @@ def test_sums_that_are_not_finite_count_for_nothing(comm, caplog):
     assert torch.equal(inside.scales(kfac)["0"].flatten(), before[0][:25])
     assert torch.equal(inside.scale_weights(kfac)["0"], 0.8 * before[1])
     assert kfac.nonfinite.counts["scales"] == 1
-    assert "not finite: the scales of '0'; their averages do not change" in caplog.text
+    assert "NaN or infinity in the scales of '0'; their averages do not change" in caplog.text
     assert not torch.equal(inside.scales(kfac).flat, before[0])
 
 

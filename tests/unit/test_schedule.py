@@ -111,7 +111,7 @@ def test_bad_milestones_and_factors_are_refused() -> None:
 @pytest.mark.parametrize("interval", [0, 0.5, 2.5, lambda step: 0])
 def test_bad_intervals_are_refused(interval) -> None:
     """Oracle: the message names the remedy."""
-    with pytest.raises(ValueError, match="whole number of at least 1"):
+    with pytest.raises(ValueError, match="whole number >= 1"):
         every(interval, 4)
 
 

@@ -1,4 +1,4 @@
-"""Models whose parameters are sharded over processes are refused before anything is sent."""
+"""Models whose parameters are sharded over processes are rejected before anything is sent."""
 
 from __future__ import annotations
 

@@ -418,8 +418,8 @@ def test_the_cheapest_plan_is_the_fastest_that_fits():
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"batch": 0}, "batch=0 must be a whole number of at least 1"),
-        ({"factor_update_steps": 0}, "factor_update_steps=0 must be a whole number of at least 1"),
+        ({"batch": 0}, "batch=0 must be a whole number >= 1"),
+        ({"factor_update_steps": 0}, "factor_update_steps=0 must be a whole number >= 1"),
         ({"stragglers": 1.5}, "stragglers=1.5 must be between 0 and 1"),
         ({"stragglers": math.nan}, "stragglers=nan must be between 0 and 1"),
         ({"model": "other"}, "has no times for model='other'"),

@@ -1,4 +1,4 @@
-"""SOURCE in K-FAC's own form: its limits, and the derivative of an unrolled training."""
+"""SOURCE in K-FAC's form: its limits, and the derivative of an unrolled training run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal layers that are preconditioned together, as on a GPU."""
+"""Layers of equal shape that are preconditioned together, as on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of hooks in passes of all kinds, seen in the factors of a step."""
+"""What hooks record in all kinds of passes, seen in the factors of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The length of a step: grafting and bounds."""
+"""The length of a step: grafting and limits."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_momentum_has_needs(comm):
         kfac.load_state_dict(state)
     problem.run(kfac, comm, [0])
     for other in (mpikfac.KFAC(model, plain, comm), mpikfac.FirstOrderTrainer(model, plain, comm)):
-        with pytest.raises(mpikfac.UserError, match=r"the state has momenta of gradients"):
+        with pytest.raises(mpikfac.UserError, match=r"the state has momentum of gradients"):
             other.load_state_dict(kfac.state_dict())
     for other in (mpikfac.KFAC, mpikfac.FirstOrderTrainer):
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""The choice of data or model parallelism for each layer, and rows of layers in a model."""
+"""The choice of data or model parallelism for each layer, and split layers in a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Factors hold exactly the passes whose gradients `.grad` holds."""
+"""Factors contain exactly those passes whose gradients are in `.grad`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks in a row: (0, 0) and (0, 1), with given times."""
+"""Timelines of two ranks in a row, (0, 0) and (0, 1), with given times."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_the_table_shows_shares_without_waiting():
     assert rows["reduce gradients"] == ["1000.00", "9.5%", "1000.00", "1000.00", "0.000"]
     assert rows["waiting"] == ["1250.00", "11.9%", "", "", ""]
     assert rows["step"] == ["10500.00", "100.0%", "10500.00", "1250.00", "0.000"]
-    beside = "beside, messages: publish gradients"
+    beside = "background, messages: publish gradients"
     assert rows[beside] == ["2750.00", "26.2%", "4500.00", "0.00", "0.000"]
     parts = [float(row[0]) for name, row in rows.items() if name not in ("stage", "step", beside)]
     assert sum(parts) == pytest.approx(10500)

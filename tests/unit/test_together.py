@@ -1,4 +1,4 @@
-"""Moments of many layers, computed together after a backward pass, as on a GPU."""
+"""The moments of many layers, computed together after a backward pass, as on a GPU."""
 
 from __future__ import annotations
 

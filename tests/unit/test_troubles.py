@@ -17,9 +17,9 @@ def test_numbers_are_counted_and_told_once_in_a_row(caplog):
         nonfinite.note("gradient", names, step, "left out")
     assert nonfinite.counts == {"gradient": 5}
     assert caplog.messages == [
-        "rank 3, step 0: not finite: the gradient of 'a'; left out",
-        "rank 3, step 1: not finite: the gradient of 'b'; left out",
-        "rank 3, step 3: not finite: the gradient of 'a' and 1 more; left out",
+        "rank 3, step 0: NaN or infinity in the gradient of 'a'; left out",
+        "rank 3, step 1: NaN or infinity in the gradient of 'b'; left out",
+        "rank 3, step 3: NaN or infinity in the gradient of 'a' and 1 more; left out",
     ]
 
 
@@ -40,7 +40,7 @@ def test_a_streak_ends_the_run_and_a_pause_begins_a_new_one():
         nonfinite.note("statistics", ["a"], step, "")
     nonfinite.note("gradient", [], TOLERATED, "")
     nonfinite.note("gradient", ["a"], TOLERATED + 1, "")
-    with pytest.raises(UserError, match="rank 0, step 9: .*: the statistics of 'a'"):
+    with pytest.raises(UserError, match="rank 0, step 9: .* in the statistics of 'a'"):
         nonfinite.note("statistics", ["a"], 9, "")
 
 
@@ -53,7 +53,7 @@ def test_a_streak_outlasts_what_was_tried_in_between():
     nonfinite.note("decomposition", [], TOLERATED, "", tried=["b"])
     nonfinite.note("decomposition", ["b"], TOLERATED, "", tried=["b"])
     with pytest.raises(
-        UserError, match=rf"{TOLERATED + 1} times .*: the decomposition of 'a'; check"
+        UserError, match=rf"{TOLERATED + 1} times .* in the decomposition of 'a'; check"
     ):
         nonfinite.note("decomposition", ["a"], TOLERATED, "", tried=["a"])
 

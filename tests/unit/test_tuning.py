@@ -1,4 +1,4 @@
-"""Merged messages, factors decomposed everywhere, and the chosen strategy."""
+"""Merged messages, factors that all ranks decompose, and the chosen strategy."""
 
 from __future__ import annotations
 

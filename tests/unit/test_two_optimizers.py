@@ -1,4 +1,4 @@
-"""K-FAC writes only what its optimizer steps: another optimizer finds averaged gradients."""
+"""K-FAC writes only the gradients that its optimizer uses; others find averaged gradients."""
 
 from __future__ import annotations
 

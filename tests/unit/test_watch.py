@@ -1,4 +1,4 @@
-"""Ranks that can never meet in a step end the job, and say why."""
+"""Ranks that can never meet in a step end the job, and print why."""
 
 from __future__ import annotations
 

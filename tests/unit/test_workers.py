@@ -1,4 +1,4 @@
-"""MPI starts when a program asks for MPI: no import starts MPI, and no worker of a loader does."""
+"""MPI starts when a program requests it: no import and no data loader worker starts it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     Collective over: world.
 
     Raises:
-        SystemExit: code 2 after one line about a mistake that the user can correct.
+        SystemExit: with code 2, after a single line about an error that the user can correct.
     """
     return run_on_ranks(lambda _: CHECK.read(argv), lambda comm, options, _: check(comm, options))
 
@@ -102,7 +102,7 @@ def checked(comm: mpikfac.comm.Comm, options: CheckOptions) -> bool:
 
 
 def coverage(subject: Subject, findings: Mapping[str, Finding]) -> list[list[str]]:
-    """Return lines about every module with its own parameters: covered, or not covered and why."""
+    """Return lines that list each module with its own parameters as covered, or say why not."""
     layers, rest = mpikfac.layers.cover(subject.model, subject.coverage)
     ties = {name.rpartition(".")[0]: other.ties for other in rest for name in other.ties}
     inside = {id(parameter) for layer in layers for parameter in layer.parameters}
@@ -131,14 +131,14 @@ def coverage(subject: Subject, findings: Mapping[str, Finding]) -> list[list[str
 
 
 def named(name: str, module: nn.Module) -> str:
-    """Return a module's name; for a module with children, the names of its own parameters."""
+    """Return a module's name, or the names of its own parameters if it has children."""
     parameters = (parameter for parameter, _ in module.named_parameters(recurse=False))
     names = [f"{name}.{parameter}".lstrip(".") for parameter in parameters]
     return ", ".join(names) if list(module.children()) else shown(name)
 
 
 def wrapped(names: Sequence[str]) -> list[str]:
-    """Return names in lines."""
+    """Return names as wrapped and indented lines."""
     text, indent = ", ".join(names), " " * 4
     return textwrap.wrap(
         text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
@@ -146,7 +146,7 @@ def wrapped(names: Sequence[str]) -> list[str]:
 
 
 def form(layer: mpikfac.LayerShape) -> str:
-    """Return orders of a layer's factors: "A 27, G 16", with groups "A 16 x 9, G 16 x 1"."""
+    """Describe a layer's factors by their orders, as "A 27, G 16" or "A 16 x 9, G 16 x 1"."""
     sides = []
     for side in layer.sides:
         factors = layer.side(side)
@@ -160,7 +160,7 @@ def why_not(name: str, module: nn.Module, subject: Subject, ties: Sequence[str])
     """Return the reason why a module is not covered.
 
     Args:
-        ties: the names of the parameter that it shares with modules that compute something else.
+        ties: all names of the parameter that it shares with modules that compute something else.
     """
     if not any(p.requires_grad for p in module.parameters(recurse=False)):
         return "frozen"
@@ -178,7 +178,7 @@ def why_not(name: str, module: nn.Module, subject: Subject, ties: Sequence[str])
     if mpikfac.layers.same_as(module, covers):
         return f"trained first-order; {mpikfac.layers.offer(type(module), covers)}"
     if base := mpikfac.layers.covered_base(type(module), covers):
-        return f"trained first-order; derived from {base.__name__}, might compute differently"
+        return f"trained first-order; derived from {base.__name__}, but may compute differently"
     return "trained first-order"
 
 
@@ -237,15 +237,15 @@ def plans(subject: Subject, ranks: int) -> list[str]:
         ]
         rows.append((name, str(plan.grid.workers), *map(mib, (min(memory), max(memory), *sent))))
     return [
-        f"Plans for {number(ranks, 'rank')}: MiB in float32. Kept: by a rank for K-FAC. Sent: at",
-        "  most by a rank, in a plain step, a step with new factors, a step with new factors and",
-        "  bases",
+        f"Plans for {number(ranks, 'rank')}, in MiB of float32. Kept: what a rank stores for",
+        "  K-FAC. Sent: the most that a rank sends in a plain step, in a step with new factors, or",
+        "  in a step with new factors and bases",
         *table(rows),
     ]
 
 
 def cost(subject: Subject, examples: int) -> list[str]:
-    """Return lines about the operations of a step on one rank, and a remedy if they are many."""
+    """Return lines about the operations of a step on one rank, with a remedy if there are many."""
     model, (inputs, _) = subject.copied(), subject.batch(examples, seed=0)
     layers, others = mpikfac.layers.cover(model, subject.coverage)
     calls = mpikfac.layers.call_sizes(model, layers, inputs)
@@ -268,7 +268,7 @@ def cost(subject: Subject, examples: int) -> list[str]:
 
 
 def verdict(findings: Mapping[str, Finding], strategy_errors: Mapping[str, float]) -> list[str]:
-    """Return the verdict on all layers and strategies, with the names of wrong ones."""
+    """Return the verdict on all layers and strategies, naming those that are wrong."""
     layers = [shown(name) for name, finding in findings.items() if finding.wrong]
     wrong = layers + [name for name, off in strategy_errors.items() if not alike(off)]
     judged = sum(bool(finding.errors) for finding in findings.values()) + len(strategy_errors)
@@ -276,5 +276,5 @@ def verdict(findings: Mapping[str, Finding], strategy_errors: Mapping[str, float
 
 
 def shown(name: str) -> str:
-    """Return a module's name; "(model)" for the model itself."""
+    """Return a module's name, or "(model)" for the model itself."""
     return name or "(model)"

@@ -23,7 +23,7 @@ TOLERANCE = 1e-9  # relative, in float64
 OF_WEIGHTS = 1e-6  # a model can compute parts in float32
 DAMPING = 0.03
 STRATEGIES = ("comm-opt", "mem-opt", "hybrid", "sharded-optimizer", "deferred-sharded")
-PLAIN = "sgd"  # averaged gradients
+PLAIN = "sgd"  # the name of averaged gradients without K-FAC
 STEPS = 2
 LARGEST_ORDER = 5000  # order of a densely computed factor
 LARGEST_CALL = 2**26  # elements of all vectors a of a layer
@@ -104,7 +104,7 @@ def examples_of(uses: Sequence[Sequence[reference.Call]]) -> int:
 
 
 def with_all_layers(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[str]:
-    """Keep only layers of modules all of whose layers are in `names`."""
+    """Keep the names of layers whose module has all of its layers in `names`."""
     left = {id(module) for name, module in module_of.items() if name not in names}
     return [name for name in names if id(module_of[name]) not in left]
 
@@ -142,7 +142,7 @@ def one_step(
             preconditioner=preconditioner,
             grafting=mpikfac.NoGrafting(),
             coverage=coverage,
-            budget=None,  # the dense solves use whole factors
+            budget=None,  # the dense solves use undivided factors
         )
     loss(model, batch).backward()
     gradients = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
@@ -166,7 +166,7 @@ def without_warnings() -> Iterator[None]:
 
 
 def others(subject: Subject, model: nn.Module, names: Container[str]) -> list[str]:
-    """Return all modules of layers outside of `names`, including modules with shared weights."""
+    """Return all modules of layers that are not in `names`, including those that share weights."""
     layers, _ = mpikfac.layers.cover(model, subject.coverage)
     name_of = {id(module): name for name, module in model.named_modules()}
     left = [layer for layer in layers if layer.name not in names]
@@ -224,12 +224,12 @@ def error(actual: Tensor, expected: Tensor, size: Tensor | None = None) -> float
 
 
 def good(error: float) -> bool:
-    """Return whether an error of a layer's results is small enough to be rounding."""
+    """Return whether an error of a layer's results can be due to rounding."""
     return error <= TOLERANCE
 
 
 def alike(difference: float) -> bool:
-    """Return whether a difference of weights is small enough to be rounding."""
+    """Return whether a difference between weights can be due to rounding."""
     return difference <= OF_WEIGHTS
 
 
@@ -244,11 +244,11 @@ def differences(
     strategies: Sequence[str] = STRATEGIES,
     steps: int = STEPS,
 ) -> dict[str, float]:
-    """Return the difference of each strategy's weights from one process with the joined batch.
+    """Return how much each strategy's weights differ from those of one process with all examples.
 
-    It is the largest difference on any rank after a few steps, relative to the largest change. The
-    first entry is for averaged gradients without K-FAC: if it is large, the model itself causes the
-    differences.
+    This is the largest difference on any rank after a few steps, relative to the largest change of
+    a weight. The first entry is for averaged gradients without K-FAC: if it is large, the model
+    itself causes the differences.
 
     Collective over: comm.
     """
@@ -313,7 +313,7 @@ def distributed(
         damping=DAMPING,
         inv_update_steps=1,
         preconditioner=preconditioner,
-        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam's length would magnify the rounding of zeros
+        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam's step would magnify rounding errors of zeros
         coverage=coverage,
     )
     for layer in kfac.layers:

@@ -1,7 +1,7 @@
-"""Find uses of weights inside attentions and cells, which multiply without submodules.
+"""Find uses of weights inside attention modules and cells, which multiply without submodules.
 
-Attentions multiply by `F.linear`. Cells are rewritten in terms of `F.linear`, as torch documents
-them.
+Attention modules call `F.linear`. Cells are rewritten in terms of `F.linear`, following their
+formulas in torch's documentation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULES = (nn.MultiheadAttention, nn.RNNCellBase)
 
 
 class Use(NamedTuple):
-    """A product: input `[batch, positions, inputs]`, output, and the layer's columns in it."""
+    """A product: input `[batch, positions, inputs]`, output, and the output's columns to use."""
 
     x: Tensor
     y: Tensor
@@ -46,7 +46,7 @@ def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
 
 
 def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
-    """Return layers of separate modules: for a product, or each group, the layer of a `Linear`."""
+    """Return a layer of a separate `Linear` for a product, or for each of its groups."""
     if not is_inside(layer):
         return [layer]
     matrix = torch.empty(layer.shape.gradient).to(layer.parameters[0])
@@ -66,7 +66,7 @@ def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
 
 @contextmanager
 def watched(layers: Sequence[mpikfac.Layer]) -> Iterator[dict[str, list[list[Use]]]]:
-    """Record all products of `layers` inside, by the layer's name and by group."""
+    """Record all products inside modules of `layers`, by the layer's name and by group."""
     plain, examples = F.linear, dict[int, int]()
     seen: dict[str, list[list[Use]]] = {
         layer.name: [[] for _ in weights_of(layer)] for layer in layers
@@ -117,7 +117,7 @@ def _row(view: Tensor, weight: Tensor) -> int | None:
 
 
 def written_out(cell: nn.RNNCellBase, input: Tensor, hx: Any = None) -> Any:
-    """Return the output of a cell, by `F.linear`."""
+    """Return the output of a cell, computed with `F.linear`."""
     zeros = input.new_zeros(*input.shape[:-1], cell.hidden_size)
     h, c = hx if isinstance(hx, tuple) else (zeros if hx is None else hx, zeros)
     from_input = F.linear(input, cell.weight_ih, cell.bias_ih)

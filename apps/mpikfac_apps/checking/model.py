@@ -24,7 +24,7 @@ class Subject:
         coverage: covering classes by type of module; modules that the library refuses are skipped.
         refused: modules that the library refuses to cover, with the library's message.
         inputs: the shape of an example.
-        tokens: examples consist of whole numbers below `tokens`; None for real numbers.
+        tokens: examples consist of whole numbers below `tokens`; None if they are real numbers.
         outputs: the shape of the model's output for an example: classes, and positions if any.
     """
 
@@ -54,7 +54,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def check_passes(subject: Subject, examples: int, ranks: int) -> None:
-    """Run the passes of the comparisons, forward and backward; on several ranks also in eval().
+    """Run the forward and backward passes of the comparisons, on several ranks also in eval().
 
     Raises:
         ValueError: the model's own code raises an error; the message is one line.
@@ -71,8 +71,7 @@ def named_subject(
     """Return the network `name`.
 
     Raises:
-        ValueError: no network has the name, or the network rejects the input or has nothing to
-            train.
+        ValueError: no network has this name, it rejects the input, or it has nothing to train.
     """
     torch.manual_seed(0)
     entry = models.network(name)

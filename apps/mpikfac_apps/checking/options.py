@@ -11,19 +11,19 @@ from mpikfac_apps.text import MOST, counts
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """Check K-FAC on a model: covered layers, results against autograd, strategies.
+    """Check which layers of a model K-FAC covers, and compare its results with autograd.
 
     Args:
         model: the model: a network by name, such as resnet20; a network from timm, as timm:NAME; or
             FILE.py:FUNCTION, where the function returns the model.
-        input: the shape of an example, such as 3,32,32. null for the default images of a network by
-            name; required for a model of FILE.py.
-        tokens: the vocabulary size of a model of words: examples are whole numbers below `tokens`.
-            null for examples of real numbers.
+        input: the shape of an example, such as 3,32,32. null for the default shape of a network by
+            name; required for a model from FILE.py.
+        tokens: the vocabulary size of a model whose examples are tokens, whole numbers below
+            `tokens`; null if examples are real numbers.
         classes: the number of classes, for networks by name and functions that take `classes`.
         batch: the number of examples on each rank.
-        ranks: the number of ranks to plan for; null for the ranks of the job, or for 4 ranks if the
-            job has a single rank.
+        ranks: the number of ranks to plan for; null for all ranks of the job, or for 4 if the job
+            has a single rank.
     """
 
     model: str = positional()

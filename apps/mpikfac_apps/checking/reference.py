@@ -1,4 +1,4 @@
-"""Compute K-FAC by definition: vectors from the modules' own outputs, full Kronecker products.
+"""Compute K-FAC by definition, from the modules' own outputs and with full Kronecker products.
 
 The check compares a model's layers with the results of this module, in which nothing is optimised
 or distributed. Of the library, it uses only the layer's map between its matrices and the elements
@@ -21,7 +21,7 @@ from mpikfac_apps.checking.inside import Use, is_inside, watched
 
 
 class Call(NamedTuple):
-    """A use of a layer: the input, and the gradient of the mean loss at the output."""
+    """A use of a layer: its input, and the gradient of the mean loss with respect to its output."""
 
     x: Tensor
     g: Tensor
@@ -63,7 +63,7 @@ def calls(
 
 
 def _call(layer: mpikfac.Layer, x: Tensor, g: Tensor) -> Call:
-    """Return a call; an example without a batch dimension is a batch of one."""
+    """Return a call, treating an example without a batch dimension as a batch of one."""
     return Call(x[None], g[None]) if x.dim() < layer.dimensions else Call(x, g)
 
 
@@ -78,7 +78,7 @@ def _inside(uses: Iterable[Use]) -> list[Call]:
 
 
 def output_vectors(layer: mpikfac.Layer, g: Tensor) -> Tensor:
-    """Return all `g`, or outputs, `[batch, shared, groups, outputs]`."""
+    """Return all `g` (or outputs, passed as `g`) as `[batch, shared, groups, outputs]`."""
     if not layer.spatial:
         return layer.outputs(g).unsqueeze(2)
     return g.reshape(len(g), layer.shape.groups, layer.shape.outputs, -1).movedim(3, 1)
@@ -88,8 +88,8 @@ def output_vectors(layer: mpikfac.Layer, g: Tensor) -> Tensor:
 def input_vectors(layer: mpikfac.Layer, x: Tensor) -> Tensor:
     """Return all `a` `[batch, shared, groups, inputs]`, from outputs of the layer's module.
 
-    Outputs are linear in the weight: if the weight's rows are unit vectors, they are the elements
-    of `a`.
+    Outputs are linear in the weight: if the weight's rows are unit vectors, the outputs are the
+    elements of `a`.
     """
     probe, shape = copy.deepcopy(layer), layer.shape
     matrix = torch.zeros(shape.groups, shape.outputs, shape.inputs).to(layer.parameters[0])
@@ -112,8 +112,8 @@ def input_vectors(layer: mpikfac.Layer, x: Tensor) -> Tensor:
 def factors(layer: mpikfac.Layer, uses: Sequence[Call]) -> dict[str, Tensor]:
     """Return the layer's factors A and G `[groups, order, order]`.
 
-    A is the mean of `a a^T`, and G is the sum of `g g^T` times the batch. For a normalisation, A is
-    the sum of products of examples' gradients, times the batch.
+    A is the mean of `a a^T`, and G is the sum of `g g^T` times the batch size. For a normalisation,
+    A is the sum of products of the examples' gradients, times the batch size.
     """
     if is_norm(layer):
         per_example = torch.cat([norm_gradients(layer, call) for call in uses])

@@ -1,1 +1,1 @@
-"""Detection: drawn shapes, torchvision's Mask R-CNNs, average precision, and the training."""
+"""Detection: drawn shapes, torchvision's Mask R-CNNs, average precision, and training."""

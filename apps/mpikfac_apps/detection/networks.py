@@ -18,7 +18,7 @@ def build(name: str, classes: int, size: int) -> nn.Module:
     Args:
         name: a name in `NETWORKS`.
         classes: the number of classes, with the background as class 0.
-        size: height and width of images in pixels.
+        size: the height and width of images in pixels.
 
     Raises:
         ValueError: torchvision is not installed, or does not match torch.
@@ -27,7 +27,7 @@ def build(name: str, classes: int, size: int) -> nn.Module:
 
 
 def torchvision() -> Any:
-    """Return the package, with its module of detectors.
+    """Import and return torchvision, including its detection module.
 
     Raises:
         ValueError: torchvision is not installed, or does not match torch.
@@ -39,7 +39,7 @@ def torchvision() -> Any:
         about = " ".join(str(error).split())
         raise ValueError(
             f"detection needs the torchvision that matches torch: {about}; in a separate "
-            f"environment, run pip install 'mpikfac[apps,detection]', see "
+            f"environment, run pip install 'mpikfac[apps,detection]'; see "
             f"docs/extensions/detection.md"
         ) from error
 
@@ -85,7 +85,7 @@ class Pyramid(nn.Module):
     """Four convolutions, and a feature pyramid at 1/4 and 1/8 of the resolution.
 
     Attributes:
-        out_channels: the channels of both levels, which torchvision needs.
+        out_channels: the number of channels of both levels, which torchvision reads.
     """
 
     def __init__(self, vision: Any, channels: int) -> None:

@@ -2,12 +2,12 @@
 
     found     a detection is right if it overlaps a shape of its class, in its image, by at least
               `OVERLAP`, and no detection with a higher score has found the shape
-    precision the fraction of right detections among those down to a score
-    average   the mean over all shapes of a class: the best precision at which the shape is found
-              among the detections down to some score, and 0 for a shape that is never found
+    precision the fraction of detections that are right, among those with at least a given score
+    average   the mean over all shapes of a class of the best precision at which a shape is found;
+              0 for a shape that is never found
 
-The overlap is intersection over union. COCO's measure is different: a mean over ten overlaps, of
-precision at 101 points.
+The overlap is intersection over union. COCO's measure is different: it averages the precision at
+101 points, over ten overlaps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tally:
 
     @property
     def average_precision(self) -> float:
-        """The area below the curve of precision over recall; NaN without shapes."""
+        """The area under the curve of precision over recall; NaN without shapes."""
         if not self.shapes:
             return math.nan
         # Wrong detections come first among equal scores, so the order of images does not matter.
@@ -90,7 +90,7 @@ def right(overlaps: Tensor) -> list[bool]:
 
 
 def merged(parts: Sequence[Mapping[int, Tally]]) -> dict[int, Tally]:
-    """Merge tallies of some images each into tallies of all images."""
+    """Merge the tallies of several sets of images."""
     total: dict[int, Tally] = {}
     for part in parts:
         for label, tally in part.items():
@@ -99,13 +99,13 @@ def merged(parts: Sequence[Mapping[int, Tally]]) -> dict[int, Tally]:
 
 
 def mean_average_precision(tallies: Mapping[int, Tally]) -> float:
-    """Return the mean over the classes that have shapes."""
+    """Return the mean average precision over the classes that have shapes."""
     of_classes = [tally.average_precision for tally in tallies.values() if tally.shapes]
     return sum(of_classes) / len(of_classes)
 
 
 def overlaps_of_boxes(boxes: Tensor, others: Tensor) -> Tensor:
-    """Return the overlaps `[boxes, others]` of boxes: left, top, right, bottom."""
+    """Return the overlaps `[boxes, others]` of boxes, each given as left, top, right and bottom."""
     begin = torch.maximum(boxes[:, None, :2], others[None, :, :2])
     end = torch.minimum(boxes[:, None, 2:], others[None, :, 2:])
     return _shares((end - begin).clamp(min=0).prod(2), _areas(boxes), _areas(others))

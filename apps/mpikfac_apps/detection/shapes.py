@@ -1,4 +1,4 @@
-"""Generate images of shapes on noise, with boxes and masks: data available on every machine."""
+"""Generate images of shapes on noise, with boxes and masks, so that no data set is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpikfac_apps.programs.draws import generator
 
 CLASSES = ("background", "circle", "square", "triangle")
 MOST = 3  # shapes in an image
-DARK, BRIGHT = 0.3, 0.4  # noise is below, colours are above
+DARK, BRIGHT = 0.3, 0.4  # noise is darker than the first, colours are brighter than the second
 
 Example = tuple[Tensor, dict[str, Tensor]]
 
@@ -22,7 +22,7 @@ class Shapes(Dataset[Example]):
 
     Args:
         numbers: the numbers of the images.
-        size: height and width in pixels, at least 32.
+        size: the height and width in pixels, at least 32.
         seed: at least 0.
     """
 
@@ -33,7 +33,7 @@ class Shapes(Dataset[Example]):
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> Example:
-        """Return an image `[3, size, size]` and its target, in torchvision's form.
+        """Return an image `[3, size, size]` and its target, in torchvision's format.
 
         The target contains `masks` `[shapes, size, size]`, `boxes` `[shapes, 4]` as left, top,
         right and bottom in pixels, and `labels` `[shapes]` as indices of `CLASSES`.
@@ -60,8 +60,8 @@ def shape(name: str, size: int, radius: float, centre: tuple[float, float]) -> T
     """Return the mask `[size, size]` of a shape inside the square of side `2 radius`.
 
     Args:
-        name: "circle", "square" or "triangle"; a triangle stands on its base.
-        centre: row and column, in pixels.
+        name: "circle", "square" or "triangle", whose base is at the bottom.
+        centre: the row and column, in pixels.
     """
     middles = torch.arange(size) + 0.5
     down, right = (middles - centre[0])[:, None], (middles - centre[1])[None]

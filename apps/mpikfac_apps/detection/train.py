@@ -4,7 +4,7 @@
     mpirun -n 2 mpikfac train-detection --optimizer sgd --run_dir runs/shapes
 
 The loss of a detector is a sum of several losses, so K-FAC estimates the factors from the gradients
-of the sum: the empirical Fisher.
+of this sum, which gives the empirical Fisher matrix.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DetectionOptions(ProgramOptions):
     """Train torchvision's Mask R-CNN on drawn shapes, with K-FAC or SGD.
 
     Args:
-        model: the network, with random initial weights: "small", for images of few large shapes,
+        model: the network, with random initial weights: "small", for images of a few large shapes,
             or "resnet50", torchvision's Mask R-CNN with a ResNet-50 and a feature pyramid.
         size: the height and width of images in pixels.
         images: the number of images in an epoch.
@@ -103,7 +103,7 @@ class Detection(Work):
     def step(self, step: int) -> Taken:
         """Take a step on the rank's shard of a batch."""
         images, targets = zip(*(self._on_device(self._training[n]) for n in self._share(step)))
-        # After a restart, torchvision samples the same anchors and boxes as without one.
+        # So that torchvision samples the same anchors and boxes if the run restarts.
         torch.manual_seed(mixed(self.options.seed, step, self.comm.rank))
         self.trainer.optimizer.zero_grad()
         losses_by_name = self.model(list(images), list(targets))

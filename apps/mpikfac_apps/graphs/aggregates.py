@@ -1,4 +1,4 @@
-"""Sum over neighbours that other ranks own: exactly, with a delay, by means, or not at all."""
+"""Sum over neighbours that other ranks own: exactly, with a delay, from means, or not at all."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ AGGREGATES = ("exact", "local", "delayed", "means")
 THERE = (mpikfac.plan.names.EXCHANGE_ACTIVATIONS, mpikfac.plan.names.EXCHANGE_ACTIVATION_GRADIENTS)
 BACK = THERE[::-1]
 Exchange = Callable[[Tensor], Tensor]
-"""From rows for other ranks `[sent, width]` to rows of other ranks `[received, width]`."""
+"""Sends rows `[sent, width]` to other ranks, and returns the received rows `[received, width]`."""
 
 
 class Halo(NamedTuple):
-    """The rank's part of a graph, and the ranks with the other parts.
+    """The rank's part of a graph, and the group of ranks that own the other parts.
 
     Attributes:
-        share: the rank's fraction of the nodes.
+        share: the fraction of the nodes that the rank owns.
     """
 
     group: mpikfac.comm.Group
@@ -65,18 +65,18 @@ def in_time(halo: Halo) -> Exchange:
 
 
 class Late:
-    """Exchange rows, and their gradients, that arrive `delay` steps late [DistGNN].
+    """Exchange rows and their gradients, which arrive `delay` steps late [DistGNN].
 
-    In each step, ranks exchange every `delay`-th row, in round-robin order, and use the same rows
-    as they were sent `delay` steps earlier. Rows are therefore `delay` to `2 delay - 1` steps old;
-    before the first arrival they are 0.
+    In each step, ranks exchange every `delay`-th row, in round-robin order, and use what was sent
+    for the same rows `delay` steps earlier. Rows are therefore `delay` to `2 delay - 1` steps old;
+    before they first arrive, they are 0.
 
     Collective over: group, forward and backward.
 
     Args:
-        width: elements per row.
-        delay: at least 1.
-        clock: returns the number of the step.
+        width: the number of elements per row.
+        delay: the delay in steps, at least 1.
+        clock: returns the number of the current step.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class Sums(NamedTuple):
     """The sums over neighbours in a training run.
 
     Attributes:
-        halo: the rows that are sent.
-        first: the sum over features, computed once.
+        halo: the part of the graph, with the rows to send.
+        first: the sum over features, which is computed once.
         hidden: the sums over hidden rows, by layer.
         late: the exchanges that keep rows between steps, by layer.
     """
@@ -121,11 +121,11 @@ class Sums(NamedTuple):
 def sums_of(
     name: str, halo: Halo, widths: Sequence[int], delay: int, clock: Callable[[], int]
 ) -> Sums:
-    """Return the sums of a name in `AGGREGATES`.
+    """Return the sums for a name in `AGGREGATES`.
 
     Args:
-        halo: the rows that are sent; with "local", only for edges inside ranks.
-        widths: the widths of hidden rows.
+        halo: the part of the graph; with "local", it has only edges inside ranks.
+        widths: the widths of hidden rows, by layer.
     """
     if name == "local":
         return Sums(halo, of_own(halo), [of_own(halo)] * len(widths))
@@ -139,10 +139,10 @@ def sums_of(
 
 
 class _Line:
-    """A direction of delayed rows.
+    """Delayed rows in one direction.
 
     Attributes:
-        rows: `[2, received, width]`: in use, and in transit.
+        rows: `[2, received, width]`: the rows in use, and those in transit.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class _LateRows(torch.autograd.Function):
 
 
 class _WeighedGradient(torch.autograd.Function):
-    """Return the tensor, and multiply the gradient."""
+    """Return the tensor forward, and multiply its gradient backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Create graphs whose nodes have features and classes: planted communities, known graphs."""
+"""Create graphs whose nodes have features and classes: planted communities, or known graphs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class Graph(NamedTuple):
     """An undirected graph without loops.
 
     Attributes:
-        edges: `[2, edges]`, the indices of two nodes, the smaller one first; each edge once.
-        features: `[nodes, inputs]`.
-        labels: `[nodes]`, the indices of classes.
+        edges: the two nodes of each edge `[2, edges]`, the smaller index first; each edge occurs
+            once.
+        features: the features of nodes `[nodes, inputs]`.
+        labels: the class of each node `[nodes]`.
     """
 
     edges: Places
@@ -43,16 +44,17 @@ class Graph(NamedTuple):
 
 @dataclass(frozen=True)
 class Planted:
-    """The planted communities.
+    """The options of planted communities.
 
     Args:
         nodes: the number of nodes.
         communities: the number of communities, which are the classes.
         degree: the mean number of neighbours of a node.
-        mixing: the fraction of the edges whose second node is arbitrary instead of in the same
-            community.
-        inputs: the number of features of a node.
-        noise: the standard deviation of the noise in features; that of community centres is 1.
+        mixing: the fraction of the edges whose second node can be in any community; other edges
+            stay within a community.
+        inputs: the number of features per node.
+        noise: the standard deviation of the noise in features; that of the communities' centres is
+            1.
     """
 
     nodes: int = bounded(4000, ">= 2")
@@ -76,7 +78,7 @@ def package(name: str) -> Any:
 
 
 def planted(options: Planted, seed: int) -> Graph:
-    """Return a graph with planted communities [Condon & Karp 2001], and noisy features of nodes.
+    """Return a graph with planted communities [Condon & Karp 2001] and noisy features.
 
     The communities have random sizes, and the indices of nodes are unrelated to communities.
     """
@@ -104,7 +106,7 @@ def once(pairs: Places) -> Places:
 
 
 def karate() -> Graph:
-    """Return networkx's karate club [Zachary 1977]: 34 members, 78 friendships, 2 later clubs.
+    """Return networkx's karate club [Zachary 1977]: 34 members, 78 friendships, 2 classes.
 
     Features are one-hot indices of the members, because nothing else is known about them.
 
@@ -119,8 +121,8 @@ def karate() -> Graph:
 def surface() -> Graph:
     """Return the left half of nilearn's brain surface fsaverage5 [Fischl et al. 1999].
 
-    The 10,242 nodes are corners of triangles. Features are position, area and thickness of the
-    cortex, standardised; the class says whether a node is in a furrow.
+    The 10,242 nodes are corners of triangles. The features are the standardised position, area and
+    thickness of the cortex; the class is whether a node is in a furrow.
 
     Raises:
         ValueError: nibabel or nilearn is not installed.
@@ -141,7 +143,7 @@ GRAPHS = ("planted", "karate", "surface")
 
 
 def graph_of(name: str, options: Planted, seed: int) -> Graph:
-    """Return the graph of a name.
+    """Return a graph by name.
 
     Raises:
         ValueError: a package is not installed.
@@ -151,7 +153,9 @@ def graph_of(name: str, options: Planted, seed: int) -> Graph:
 
 
 def split(graph: Graph, share: float, seed: int) -> NDArray[np.bool_]:
-    """Return, for each node, whether its label is known in training; their number is rounded up.
+    """Return, for each node, whether its label is known in training.
+
+    The number of known labels is rounded up.
 
     Raises:
         ValueError: no node is left for the test.

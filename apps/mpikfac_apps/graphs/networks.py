@@ -13,16 +13,16 @@ from mpikfac_apps.graphs.data import Places
 from mpikfac_apps.graphs.parts import Weights, of_convolution, of_means
 
 Aggregate = Callable[[Tensor], Tensor]
-"""From rows `[own nodes, width]` to sums over neighbours of the same shape."""
+"""Maps rows `[own nodes, width]` to sums over neighbours of the same shape."""
 
 
 class Kind(NamedTuple):
     """A kind of graph network.
 
     Attributes:
-        weights: the weights of the sums, for edges and a number of nodes.
-        join: combines own rows and sums to the input of a layer.
-        times: the width of this input, relative to the width of rows.
+        weights: returns the weights of the sums, for edges and a number of nodes.
+        join: combines own rows and sums into the input of a layer.
+        times: the width of this input, as a multiple of the width of the rows.
     """
 
     weights: Callable[[Places, int], Weights]
@@ -41,8 +41,8 @@ class GraphNetwork(nn.Module):
     """A graph network; the nodes are the examples of the layers.
 
     Args:
-        kind: a name of `KINDS`.
-        widths: the widths of the features and of hidden rows, and the number of classes.
+        kind: a name in `KINDS`.
+        widths: the widths of the features and of the hidden layers, and the number of classes.
     """
 
     def __init__(self, kind: str, widths: Sequence[int]) -> None:

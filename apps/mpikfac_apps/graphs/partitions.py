@@ -10,7 +10,7 @@ import numpy as np
 from mpikfac_apps.graphs.data import Graph, Places, package
 
 PASSES = 10
-SLACK = 1.05  # the largest part, relative to an equal part
+SLACK = 1.05  # the maximum size of a part, relative to equal parts
 
 
 def contiguous(_: Places, nodes: int, parts: int) -> Places:
@@ -19,11 +19,11 @@ def contiguous(_: Places, nodes: int, parts: int) -> Places:
 
 
 def greedy(edges: Places, nodes: int, parts: int) -> Places:
-    """Return the part of each node: that of most of its neighbours, if there is room.
+    """Return the part of each node: the part with most of its neighbours, if there is room.
 
-    Neighbours count less the fuller their part is [Stanton & Kliot 2012]. The nodes are visited in
-    breadth-first order, several times: neighbours that come later count in their part of the
-    previous pass [Nishimura & Ugander 2013].
+    Neighbours count less the fuller their part is [Stanton & Kliot 2012]. The nodes are visited
+    several times in breadth-first order: a neighbour that comes later in the order counts for the
+    part that it had in the previous pass [Nishimura & Ugander 2013].
     """
     neighbours = _neighbours(edges, nodes)
     order = _breadth_first(neighbours)
@@ -40,7 +40,7 @@ def greedy(edges: Places, nodes: int, parts: int) -> Places:
 
 
 def metis(edges: Places, nodes: int, parts: int) -> Places:
-    """Return the part of each node by METIS [Karypis & Kumar 1998].
+    """Return the part of each node, as computed by METIS [Karypis & Kumar 1998].
 
     Raises:
         ValueError: pymetis is not installed.

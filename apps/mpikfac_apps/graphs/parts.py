@@ -1,4 +1,4 @@
-"""Restrict the sums over neighbours to a rank: own rows, rows of other ranks, rows to send."""
+"""Restrict the sums over neighbours to a rank: its own rows, received rows, and rows to send."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class GraphPart(NamedTuple):
     """The part of a graph that a rank stores.
 
     Attributes:
-        own: `[own, own]`, sparse; weights of own rows in sums over neighbours.
-        halo: `[own, received]`, sparse; weights of the rows that other ranks send.
-        sent: `[sent, own]`, sparse; maps own rows to the rows to send, by receiver.
-        counts_out: the number of rows for each rank.
-        counts_in: the number of rows from each rank.
+        own: the weights of own rows in sums over neighbours, sparse, `[own, own]`.
+        halo: the weights of the rows that other ranks send, sparse, `[own, received]`.
+        sent: maps own rows to the rows to send, by receiver; sparse, `[sent, own]`.
+        counts_out: the number of rows to send to each rank.
+        counts_in: the number of rows received from each rank.
     """
 
     own: Tensor
@@ -55,7 +55,7 @@ def of_convolution(edges: Places, nodes: int) -> Weights:
 
 
 def of_means(edges: Places, nodes: int) -> Weights:
-    """Return weights of means over neighbours [Hamilton et al. 2017]."""
+    """Return the weights of means over neighbours [Hamilton et al. 2017]."""
     rows, columns = np.concatenate([edges, edges[::-1]], axis=1)
     return Weights(rows, columns, 1 / np.bincount(rows, minlength=nodes)[rows])
 
@@ -69,14 +69,14 @@ def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
     """Return a rank's part of the sums, with a row for each node of other ranks that contributes.
 
     Args:
-        owners: `[nodes]`, the ranks of nodes.
+        owners: the rank that owns each node, `[nodes]`.
     """
     nodes, ranks = len(owners), owners.max() + 1
     rows, columns, values = weights
     of_rank = np.flatnonzero(owners == rank)
     places = np.zeros(nodes, np.intp)  # positions among own nodes and among received nodes
     places[of_rank] = np.arange(len(of_rank))
-    # Pairs of a receiver and a node, each once, by receivers and then by nodes.
+    # Distinct pairs of a receiver and a node, sorted by receiver and then by node.
     leaving = owners[rows] != owners[columns]
     pairs = np.unique(owners[rows[leaving]] * nodes + columns[leaving])
     receivers, sent = pairs // nodes, pairs % nodes
@@ -103,8 +103,8 @@ def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
 def with_means(part: GraphPart) -> GraphPart:
     """Return a part that sends the mean of its rows instead of each row.
 
-    Ranks send a single row to each rank with neighbours: an approximation of the other ranks'
-    subgraphs [Angerd et al. 2020].
+    Ranks send a single row to each rank with neighbours, which approximates the subgraphs of other
+    ranks [Angerd et al. 2020].
     """
     received, sent = (
         sum(count > 0 for count in counts) for counts in (part.counts_in, part.counts_out)

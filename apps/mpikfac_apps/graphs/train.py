@@ -40,17 +40,17 @@ class GraphOptions(ProgramOptions):
         epochs: the number of steps, each on all nodes.
         graph: "planted" communities; "karate", a club of 34 members (package networkx); or
             "surface", a mesh of the brain with 10,242 nodes (packages nilearn and nibabel).
-        planted: the planted communities.
+        planted: the settings of the planted communities.
         known: the fraction of the nodes whose classes are known in training; the others are the
             test set.
-        partition: how nodes are distributed over ranks: in order ("contiguous"), by most neighbours
-            ("greedy"), or by METIS ("metis", package pymetis).
-        model: "gcn", graph convolutions, or "sage", GraphSAGE with means.
-        layers: the number of layers; each except the first uses rows of other ranks.
-        hidden: the width of hidden rows.
-        aggregate: what a rank receives for neighbours on other ranks: "exact" rows, no rows
-            ("local"), rows of earlier steps ("delayed"), or the means of ranks ("means").
-        delay: the delay of rows in steps, with aggregate=delayed; 0 for exact rows. A step
+        partition: how nodes are assigned to ranks: in order ("contiguous"), each to the rank with
+            most of its neighbours ("greedy"), or by METIS ("metis", package pymetis).
+        model: "gcn" for graph convolutions, or "sage" for GraphSAGE with means.
+        layers: the number of layers; each layer except the first needs rows from other ranks.
+        hidden: the width of the hidden layers.
+        aggregate: what a rank receives for neighbours on other ranks: their exact rows ("exact"),
+            nothing ("local"), rows from earlier steps ("delayed"), or one mean per rank ("means").
+        delay: with aggregate=delayed, the delay of rows in steps; 0 for exact rows. A step
             exchanges one in `delay` rows.
     """
 
@@ -79,8 +79,8 @@ class GraphWork(Work):
             supported.
 
     Attributes:
-        sums: the sums over neighbours in the training.
-        trace: seconds and bytes of every stage.
+        sums: the sums over neighbours in training.
+        trace: the seconds and bytes of every stage.
     """
 
     steps_per_epoch = 1
@@ -119,7 +119,7 @@ class GraphWork(Work):
         self._weight = 1 / (share * int(known.sum()))  # as `aggregates.of_all` expects
 
     def step(self, step: int) -> Taken:
-        """Take a step on all nodes; the loss is that of the nodes with known classes."""
+        """Take a step on all nodes; only nodes with known classes contribute to the loss."""
         self.trainer.optimizer.zero_grad()
         logits = self.trainer.model(self._inputs, self.sums.hidden)[self._known]
         labels = self._labels[self._known]

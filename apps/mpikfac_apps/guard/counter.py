@@ -23,7 +23,7 @@ NUMBERS = NOW, STOPPED, DEADLINE = range(3)
 STACKS = signal.SIGSTKFLT  # requests the rank's stacks, without the GIL; Linux never sends it
 SET_DEATH_SIGNAL = 1  # an option of prctl
 TICK = 0.1  # seconds between two checks
-LONGEST = 1.0  # maximum seconds added per check; in the rest of the time, nothing was running
+LONGEST = 1.0  # maximum seconds added per check; if more have passed, nothing was running
 # Seconds after the deadline.
 UNABLE = 1.7  # a rank without a report by then holds the GIL
 LAST = 3.0  # a rank that has not exited by then never will

@@ -123,4 +123,4 @@ def check_directory(run_dir: Path, resume: str) -> None:
             raise ValueError(f"{path} is a link; put a folder there, or make {run_dir} the link")
     names = set(os.listdir(run_dir)) - {"lock"}
     if resume != "auto" and names:
-        raise ValueError("it is not empty; use another one, or resume=auto to continue it")
+        raise ValueError("it is not empty; use another one, or resume=auto to continue its run")

@@ -1,7 +1,7 @@
 """End the launcher of a job that has ended.
 
 Open MPI's mpirun waits for replies of all hosts before it exits. After a host has lost its network,
-it would wait for as long as TCP does, which is a quarter of an hour or more.
+it would wait until TCP gives up, which takes a quarter of an hour or more.
 """
 
 from __future__ import annotations

@@ -65,11 +65,11 @@ class Lock:
     """A run's right to a directory, until `release` or the end of the process.
 
     Attributes:
-        lost: why the run has lost its right: another run took the lock, or the lock is gone; known
-            within 10 s. "" as long as it has the right.
+        lost: why the run no longer holds the lock: another run took it, or it is gone. "" while the
+            run holds it; a loss is noticed within 10 s.
 
     Raises:
-        ValueError: another run has the directory; the message names that run and a remedy.
+        ValueError: another run uses the directory; the message names that run and a remedy.
         OSError: the file cannot be written.
     """
 
@@ -101,7 +101,7 @@ class Lock:
             right.unlink()
 
     def _take(self, path: Path, draft: Path) -> None:
-        """Link the draft as `path`; raise ValueError if a living run has the path."""
+        """Link the draft as `path`; raise ValueError if a live run holds the path."""
         seen = None
         while True:
             with suppress(FileExistsError):
@@ -126,7 +126,7 @@ class Lock:
             if not _is_gone(holder, self._holder, silent):
                 raise ValueError(_refusal(path, holder, silent))
             right = _right_to_replace(path, holder)
-            self._take(right, draft)  # also replaces a run that died with the right
+            self._take(right, draft)  # also replaces the link of a run that died while holding it
             with suppress(FileNotFoundError):
                 if _read(path)[0] == holder:
                     os.replace(right, path)
@@ -146,7 +146,7 @@ class Lock:
                 self.lost = f"run_dir={self._path.parent} was taken over by another run"
             else:
                 self.lost = (
-                    f"run_dir={self._path.parent} is gone: moved, deleted, or without its lock; "
+                    f"run_dir={self._path.parent} was moved or deleted, or has lost its lock; "
                     "--resume auto continues in the directory's new location"
                 )
 
@@ -219,8 +219,8 @@ def _refusal(path: Path, holder: Holder, silent: float) -> str:
 
 def _waiting(path: Path, holder: Holder) -> str:
     return (
-        f"{path} names this job, {holder.job}: waiting for a sign of life of process {holder.pid} "
-        f"on {holder.host}, at most {STALE:.0f} s"
+        f"{path} names this job, {holder.job}: waiting for a sign of life from process "
+        f"{holder.pid} on {holder.host}, at most {STALE:.0f} s"
     )
 
 

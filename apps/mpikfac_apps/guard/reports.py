@@ -28,7 +28,7 @@ from typing import Any
 from mpikfac import files
 
 # Seconds after the limit: ranks that wait for each other reach their limits almost simultaneously.
-ANSWER = 0.6  # a file system that has not written the report by now is considered hanging
+ANSWER = 0.6  # a file system that has not written the report by now is considered hung
 SUMMARY = 1.0  # the reports are complete; rank 0 prints the summary
 OTHERS = 1.25  # if rank 0 has printed nothing, another rank prints the summary
 
@@ -167,7 +167,7 @@ def screen() -> int:
 
 
 def summary(reports: Sequence[RankReport | None]) -> str:
-    """Return the ranks' positions: first of computing, then of silent, then of waiting ranks."""
+    """Return the positions of all ranks: computing ranks first, then silent, then waiting ones."""
     ranks_by_place: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, report in enumerate(reports):
         if report is None:

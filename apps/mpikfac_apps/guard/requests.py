@@ -23,7 +23,7 @@ from mpikfac import files
 from mpikfac_apps.guard.reports import screen
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-INTERRUPTED = b"mpikfac: Ctrl-C: stops after this step, with a checkpoint; again: ends at once\n"
+INTERRUPTED = b"mpikfac: Ctrl-C: stopping after this step, with a checkpoint; again: stop at once\n"
 LOOK_EVERY = 1.0  # seconds between two checks for control files
 FIRST = 120.0  # seconds until the first checkpoint, so that a run that fails early loses little
 LAUNCHER = "MPIKFAC_LAUNCHER"
@@ -32,7 +32,7 @@ RESERVE = 60.0  # seconds between the last checkpoint and the end of the job
 
 
 def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float) -> float | None:
-    """Return the unix time of the job's end: after `max_minutes` or Slurm's limit; None if unknown.
+    """Return the unix time when `max_minutes` or Slurm's limit ends the job; None if unknown.
 
     Raises:
         ValueError: SLURM_JOB_END_TIME is not a time after `now`.

@@ -69,7 +69,7 @@ class Watchdog:
         stage: Callable[[], str] = lambda: "",
         reports: Reports | None = None,
     ) -> None:
-        """Start a new start-up with another limit, by default with the constructor's reports."""
+        """Begin a new start-up phase with another limit; by default with the first reports."""
         with self._lock:
             former, self._reports = self._reports, reports or self._first
             self._limit, self._stage, self._stepped = limit, stage, False
@@ -131,18 +131,18 @@ class Watchdog:
         try:
             self._look_until_closed()
         except Exception as error:
-            log.exception("the watchdog ends by %s, so a hang has no limit", type(error).__name__)
+            log.exception("the watchdog failed with %s: hangs go unnoticed", type(error).__name__)
 
     def _look_until_closed(self) -> None:
         told, counts = 0.0, True
         while not self._closed.wait(TICK):
             if self.clock.stopped - told > TOLD:
-                log.info("stopped for %.0f s, which do not count", self.clock.stopped - told)
+                log.info("stopped for %.0f s, which are not counted", self.clock.stopped - told)
                 told = self.clock.stopped
             if counts and not self.clock.runs:
                 counts = False
                 log.warning(
-                    "the watchdog no longer counts, so a hang has no limit; start the run again"
+                    "the watchdog's clock has failed: hangs go unnoticed; start the run again"
                 )
             with self._lock:
                 self._ending = self.clock() >= min(self._deadline, self._write_deadline)

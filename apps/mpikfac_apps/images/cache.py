@@ -1,10 +1,10 @@
 """Keep a copy of the images of a packed file on the disk of each node.
 
-    DIR/DIGEST.images            the bytes of all images, named after their BLAKE3
+    DIR/DIGEST.images            the bytes of all images, named after their BLAKE3 hash
     DIR/.DIGEST.images.partial   being written, or left by a killed run
 
 A run locks the directory while it checks or writes a copy. Runs that start at the same time
-therefore write one copy, and the system releases the lock of a killed run.
+therefore write only one copy, and the system releases the lock of a killed run.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def sound_copy(content: Content, directory: Path) -> Path:
 
 
 def is_digest(text: str) -> bool:
-    """Return whether a text is a BLAKE3, and therefore the name of a file inside a directory."""
+    """Return whether a string is a BLAKE3 hash, which cannot name a file in another directory."""
     return len(text) == 64 and not set(text) - set("0123456789abcdef")
 
 
@@ -146,7 +146,7 @@ def write(copy: Path, content: Content) -> None:
     """Write a copy of the bytes, replacing a damaged copy; the copy is complete or absent.
 
     Raises:
-        OSError: the disk is too small, or a file cannot be read or written.
+        OSError: the disk is too full, or a file cannot be read or written.
         ValueError: the bytes have a different checksum.
     """
     partial, size, digest = copy.with_name(f".{copy.name}.partial"), content.place.size, blake3()
@@ -170,10 +170,10 @@ def write(copy: Path, content: Content) -> None:
 
 
 def pieces(place: ImagePlace, links: bool) -> Iterator[bytes]:
-    """Yield the bytes of a part of a file, from first to last.
+    """Yield the bytes of a part of a file, piece by piece.
 
     Raises:
-        OSError: the file cannot be read, or ends before the part.
+        OSError: the file cannot be read, or ends before the part does.
     """
     assert place.size is not None, "a part of a file has a size"
     with files.reading(place.path, links=links) as file:
@@ -181,6 +181,6 @@ def pieces(place: ImagePlace, links: bool) -> Iterator[bytes]:
         left = place.size
         while left:
             if not (piece := file.read(min(PIECE, left))):
-                raise OSError("the file ends before the images")
+                raise OSError("the file ends before the last image does")
             left -= len(piece)
             yield piece

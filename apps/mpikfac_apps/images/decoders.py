@@ -23,10 +23,10 @@ from mpikfac_apps.images.worker import DecodeJob, Fault, fill, slots_of
 
 TRAINING = (0, 1, 2, 3)  # slots of memory for the next batches of the training
 REST = 4  # the slot for a part of a test or of a sample
-OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_")  # variables that give a process its rank
+OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_")  # variables that make a process a rank
 # glibc keeps the memory of an image for the next one, which saves a third of the processor time.
 KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**27), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-PATIENCE = 10.0  # seconds for a process to end
+PATIENCE = 10.0  # seconds to wait for a process to end
 
 
 class _Worker(Protocol):

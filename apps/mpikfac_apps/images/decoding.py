@@ -30,7 +30,7 @@ def decoded(place: ImagePlace, size: int, draw: Sequence[int] | None = None) -> 
     """Return an image as a network receives it: bytes `[size, size, 3]`.
 
     Args:
-        draw: numbers that determine a random crop and mirroring; None for the centre.
+        draw: numbers that determine a random crop and mirroring; None for the central crop.
 
     Raises:
         Broken: the image cannot be read or decoded.
@@ -48,14 +48,14 @@ def content(place: ImagePlace) -> bytes:
     """Return the bytes of an image.
 
     Raises:
-        OSError: the file cannot be read, or ends before the image.
+        OSError: the file cannot be read, or ends before the image does.
     """
     if place.size is None:
         return files.read_bytes(place.path, LIMIT, links=True)
     path, start = place.copy or (place.path, place.start)
     data = os.pread(_packed(path).fileno(), place.size, start)
     if len(data) < place.size:
-        raise OSError("the file ends before the image")
+        raise OSError("the file ends before the image does")
     return data
 
 
@@ -66,7 +66,7 @@ def _packed(path: str) -> io.BufferedReader:
 
 
 def opened(encoded: bytes) -> Image.Image:
-    """Return an image whose header is decoded, in any of `FORMATS`, whatever the file's name.
+    """Return an image of any of `FORMATS`, whatever the file's name; only the header is decoded.
 
     Raises:
         ValueError: the bytes are not an image, or its pixels have more than 8 bits.
@@ -74,21 +74,21 @@ def opened(encoded: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError:
-        raise ValueError(f"it is not an image of the formats {', '.join(FORMATS)}") from None
+        raise ValueError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from None
     if image.mode[0] in "IF":  # Pillow would convert all values above 255 to white
         raise ValueError(f"its pixels have 16 or 32 bits (mode {image.mode}); store 8 bits")
     return image
 
 
 def centre(image: Image.Image, size: int) -> Image.Image:
-    """Return the square of `size` pixels in the middle, after `shorter_side` to 8/7 of `size`."""
+    """Resize the shorter side to 8/7 of `size`, and return the central square of `size` pixels."""
     image = shorter_side(image, round(size * 8 / 7))
     left, top = (round((side - size) / 2) for side in image.size)
     return image.crop((left, top, left + size, top + size))
 
 
 def shorter_side(image: Image.Image, pixels: int) -> Image.Image:
-    """Return the image with a shorter side of `pixels`, by bilinear interpolation of areas."""
+    """Resize an image to a shorter side of `pixels`, with Pillow's antialiased bilinear filter."""
     shorter = min(image.size)
     width, height = (pixels * side // shorter for side in image.size)
     return image.resize((width, height), Image.Resampling.BILINEAR)
@@ -110,7 +110,7 @@ def random_crop(image: Image.Image, size: int, draw: Sequence[int]) -> Image.Ima
 def drawn_box(width: int, height: int, generator: np.random.Generator) -> tuple[int, int, int, int]:
     """Return the left, top, right and bottom of a random crop.
 
-    If no drawn crop fits into the image, it is the largest crop in the centre.
+    If no drawn crop fits into the image, return the largest crop in the centre.
     """
     narrowest, widest = RATIO
     for _ in range(TRIES):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-SAMPLE = 64  # images in files whose bytes a restart compares; comparing all would take minutes
+SAMPLE = 64  # number of images whose bytes a restart compares; comparing all would take minutes
 
 
 class ImagePlace(NamedTuple):
@@ -95,7 +95,7 @@ class Images:
 
     @property
     def digest(self) -> int:
-        """A checksum of the labels and of the names or locations, whatever the root."""
+        """A checksum of the labels and of the names or locations, but not of the root."""
         parts = (self.labels, self.names, self.spans)
         return zlib.crc32(b"".join(part.tobytes() for part in parts if part is not None))
 
@@ -135,7 +135,7 @@ class Listing:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Checksums that a restart compares; see `Dataset.checksums`. Pixels are a sample's."""
+        """Checksums that a restart compares, like `Dataset.checksums`, but of a pixel sample."""
         whole = self.content.digest.encode() if self.content else b""
         return {
             "images": self.train_images.digest,

@@ -4,11 +4,11 @@
     starts   the first byte of each image, and the end of the last
     labels   the class of each image
     train    the number of training images
-    size     the pixels of the shorter side, or 0 for images as in the folder
+    size     the pixels of the shorter side, or 0 if the images are unchanged
     classes  the names of the classes, as a JSON list
-    digest   the BLAKE3 of `images`, in hexadecimal digits; older files have none
+    digest   the BLAKE3 hash of `images`, in hexadecimal digits; older files have none
 
-`images` is stored in one piece, so ranks read images by plain reads, without HDF5.
+`images` is stored in one piece, so ranks read images directly from the file, without HDF5.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  #
     """
     header, first, length = mpikfac.checkpoint.read_around(Path(path), LARGE)
     if not all(isinstance(header.get(key), kind) for key, kind in FORM.items()):
-        raise ValueError(f"{path} is not a file of mpikfac pack: it lacks {', '.join(FORM)}")
+        raise ValueError(f"{path} was not written by mpikfac pack: it lacks {', '.join(FORM)}")
     items: dict[str, Any] = header
     starts, labels = items["starts"].numpy(), items["labels"].numpy()
     train, classes = items["train"], len(names(path, items["classes"]))
@@ -74,7 +74,7 @@ def names(path: str, text: str) -> list[str]:
     """
     classes = files.json_of(text)
     if not files.has_form(classes, [str]):
-        raise ValueError(f"{path} is not a file of mpikfac pack: classes is not a list of names")
+        raise ValueError(f"{path} was not written by mpikfac pack: classes is not a list of names")
     return list(classes)
 
 
@@ -86,7 +86,7 @@ def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None 
 
     Args:
         size: the pixels of the shorter side of larger images, which are re-encoded as JPEG; None to
-            keep the bytes.
+            keep the bytes of all images.
 
     Raises:
         ValueError: an image cannot be decoded; the message names it.
@@ -114,7 +114,7 @@ def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None 
 
 
 def gather(path: Path, images: Iterator[bytes]) -> tuple[list[int], str]:
-    """Write images to a file one after another; return the numbers of bytes, and the BLAKE3."""
+    """Write images to a file one after another; return their sizes in bytes, and the hash."""
     sizes, digest = [], blake3()
     with io.BufferedWriter(files.writing(path)) as file:
         for image in images:

@@ -25,9 +25,9 @@ class DecodeRequest:
     """Images that are being decoded.
 
     Attributes:
-        images: the list.
+        images: the list of images.
         numbers: the positions of the images in the list.
-        draws: for each image, the numbers that determine a random crop; None for the centre.
+        draws: for each image, the numbers that determine a random crop; None for central crops.
     """
 
     images: Images
@@ -125,7 +125,7 @@ class ImageReader:
             )
 
     def share_broken(self, comm: mpikfac.comm.Comm) -> None:
-        """Exchange lists of broken images over ranks, and log each image once.
+        """Exchange lists of broken images between ranks, and log each image once.
 
         Collective over: comm, or none if no broken image is allowed.
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpikfac_apps.images.listing import ImagePlace
 
-SET_DEATH_SIGNAL = 1  # of prctl
+SET_DEATH_SIGNAL = 1  # an option of prctl
 DecodeJob = tuple[int, ImagePlace, tuple[int, ...] | None]
 """The position of an image in a batch, the image, and the numbers of a random crop."""
 Work = tuple[int, int, Sequence[DecodeJob]]
@@ -39,8 +39,8 @@ def main() -> None:
     slots = slots_of(memory, shape)
     lists: SimpleQueue[Work | None] = SimpleQueue()
     with Connection(connection) as rank:
-        # A thread receives: otherwise a long list to the process and a long result to the rank
-        # would wait for each other.
+        # A thread receives: otherwise, a rank that sends a long list and a process that sends a
+        # long result would wait for each other.
         Thread(target=receive, args=(rank, lists), daemon=True).start()
         with suppress(ConnectionError):
             while work := lists.get():

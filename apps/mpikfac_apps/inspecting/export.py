@@ -1,4 +1,4 @@
-"""Write weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
+"""Export weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
 
     mpikfac export runs/a --weights model.pt --factors factors.npz
 
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> ExportOptions:
     options = EXPORT.read(argv)
     paths = [file for file in (options.weights, options.average, options.factors) if file]
     if not paths:
-        raise ValueError("pass --weights FILE, --average FILE, --factors FILE or several of them")
+        raise ValueError("pass at least one of --weights FILE, --average FILE and --factors FILE")
     if len(set(paths)) < len(paths):
         raise ValueError(f"weights and average need two files, not {options.weights} twice")
     return options
@@ -81,9 +81,9 @@ def average(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Tensor]:
 
 
 def _tensors(checkpoint: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-    """Return the items with the prefix, by the rest of the name."""
+    """Return the items whose names start with the prefix, by the rest of their names."""
     names = (name for name in checkpoint if name.startswith(prefix))
-    # Cloned, because `torch.save` writes all of the memory behind a view.
+    # Clones, because `torch.save` writes all of the memory behind a view.
     return {name.removeprefix(prefix): checkpoint[name].clone() for name in names}
 
 
@@ -104,7 +104,7 @@ def factors(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, np.ndarray]:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` to a file on disk; the file is complete or absent.
+    """Write `content` to a file on disk, which is complete or absent afterwards.
 
     Raises:
         ValueError: the file cannot be written.

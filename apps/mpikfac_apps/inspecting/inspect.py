@@ -25,7 +25,7 @@ from mpikfac_apps.inspecting.options import INSPECT
 from mpikfac_apps.options import documents
 from mpikfac_apps.text import show, table
 
-ADAPTED = "kfac/damping"  # current value of an adapted damping
+ADAPTED = "kfac/damping"  # the current value of an adapted damping
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Inversion:
         names: the run's preconditioner, then the layers with a different one: "eigen, conv1:
             inverse".
         run: the run's preconditioner.
-        damping: 0 if unknown.
+        damping: the damping; 0 if it is unknown.
         relative: whether the damping is relative.
     """
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def faults_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, str]:
-    """Return the fault of each shard; "" if all of its items can be read."""
+    """Return the error in each shard; "" if all of its items can be read."""
     faults = dict.fromkeys(checkpoint.shards, "")
     for name, item in checkpoint.described().items():
         if not faults[item["shard"]]:
@@ -121,7 +121,7 @@ def heading(checkpoint: mpikfac.checkpoint.Checkpoint) -> list[str]:
 
 
 def shards(checkpoint: mpikfac.checkpoint.Checkpoint, faults: dict[str, str]) -> list[str]:
-    """Return lines with size and state of every file, and the faults of damaged files."""
+    """Return lines with the size and state of every file, and the errors in damaged files."""
     rows = [("file", "bytes", "BLAKE3 and items")]
     for file, shard in checkpoint.shards.items():
         rows.append((file, f"{shard['size']:,}", "damaged" if faults[file] else "ok"))
@@ -129,7 +129,7 @@ def shards(checkpoint: mpikfac.checkpoint.Checkpoint, faults: dict[str, str]) ->
 
 
 def contents(checkpoint: mpikfac.checkpoint.Checkpoint) -> list[str]:
-    """Return lines with items and bytes of every group."""
+    """Return lines with the number of items and bytes of every group."""
     items, sizes = Counter[str](), Counter[str]()
     for name, item in checkpoint.described().items():
         items[group(name)] += 1
@@ -147,7 +147,7 @@ def group(item: str) -> str:
 def curvature(
     layer_spectra: Sequence[spectra.Spectrum], conditions: Sequence[float], inversion: str
 ) -> list[str]:
-    """Return lines with statistics of every layer's spectra."""
+    """Return lines with statistics of all layers' spectra."""
     eigenvalues = ("mean", "largest", "smallest")
     rows: list[tuple[str, ...]] = [("layer", "A", *eigenvalues, "G", *eigenvalues, "condition")]
     for spectrum, condition in zip(layer_spectra, conditions):
@@ -167,8 +167,8 @@ def numbers(values: Tensor) -> tuple[str, ...]:
 def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> Inversion:
     """Return how a run inverts factors.
 
-    Without a run directory, this is assumed to be eigenbases without damping. An adapted damping is
-    read from the checkpoint.
+    Without a run directory, eigenbases without damping are assumed. An adapted damping is read from
+    the checkpoint.
     """
     folder = checkpoint.path.resolve().parent.parent
     try:

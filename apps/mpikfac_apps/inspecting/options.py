@@ -1,4 +1,4 @@
-"""The options of the programs for checkpoints and folders of images; help does not import torch."""
+"""Options of the programs for checkpoints and image folders; showing help does not import torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class InspectOptions:
     """Check a checkpoint and print its contents, with the spectra of K-FAC's factors. No MPI.
 
     Args:
-        path: the directory of a checkpoint, or of a run, whose newest checkpoint is used.
+        path: the directory of a checkpoint, or that of a run, whose newest checkpoint is used.
         picture: a file to draw the spectra into, .pdf, .png or .svg; null for none.
     """
 
@@ -59,14 +59,14 @@ class InspectOptions:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
+    """Export weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
 
     Args:
-        path: the directory of a checkpoint, or of a run, whose newest checkpoint is used.
+        path: the directory of a checkpoint, or that of a run, whose newest checkpoint is used.
         weights: a new file for the weights of the model, .pt or .safetensors; null for none.
         average: a new file for the averaged weights of a run with `ema_decay`, .pt or .safetensors;
-            null for none. Running statistics belong to the averages if the run tested the network
-            at the step of the checkpoint, for example at the end of the run.
+            null for none. Running statistics match the averages if the run tested the network at
+            the step of the checkpoint, for example at the end of the run.
         factors: a new file for the factors A and G of every layer, .npz; null for none.
     """
 
@@ -83,8 +83,9 @@ class PackOptions:
     Args:
         path: the folder, with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CLASS/*.jpg).
         out: the new file, .h5.
-        size: the pixels of the shorter side of larger images, which are re-encoded as JPEG of
-            quality 95. Smaller images decode faster. null keeps the bytes of all images.
+        size: the length in pixels to which the shorter side of larger images is reduced; they are
+            re-encoded as JPEG of quality 95. Smaller images decode faster. null keeps the bytes of
+            all images.
     """
 
     path: Path = positional()

@@ -26,7 +26,7 @@ FLOOR = 1e-8  # the smallest plotted value, relative to the largest: below the p
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A layer's eigenvalues in ascending order, of A `[inputs]` and of G `[outputs]`.
+    """The eigenvalues of a layer's A `[inputs]` and G `[outputs]`, in ascending order.
 
     A spectrum contains the eigenvalues of all groups of a layer and of all blocks of a factor. A
     factor that is the identity has no eigenvalues.
@@ -41,10 +41,10 @@ class Spectrum:
     ) -> float:
         """Return the condition number of the matrix that a preconditioner inverts for `A (x) G`.
 
-        For `EKFAC`, the matrix has the products that the preconditioner's eigenvalues start from.
-        Rounding can make eigenvalues negative; these count as 0. For a layer with several groups,
-        the result covers all pairs of an A and a G, so it is an upper bound. A preconditioner that
-        uses roots inverts powers of the factors.
+        For `EKFAC`, the eigenvalues are the products that the preconditioner's own eigenvalues
+        start from. Rounding can make eigenvalues negative; these count as 0. For a layer with
+        several groups, the result is an upper bound, because it includes pairs of A and G from
+        different groups. A preconditioner that uses roots inverts powers of the factors.
         """
         form, exponent = preconditioner.form, getattr(preconditioner, "exponent", None)
         a, g = (v[[0, -1]].clamp(min=0) if len(v) else torch.ones(2) for v in (self.a, self.g))
@@ -66,7 +66,7 @@ class Spectrum:
 
 
 def layers(names: Iterable[str]) -> list[str]:
-    """Return the layers whose factors are among a checkpoint's items, in natural order."""
+    """Return the layers with factors in a checkpoint, in natural order."""
     factor_names = (name.split("/", 2)[2] for name in names if name.startswith(FACTORS))
     return sorted({name.rpartition(".")[0] for name in factor_names}, key=natural)
 
@@ -91,13 +91,13 @@ def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
 
 
 def of(checkpoint: Mapping[str, Any]) -> list[Spectrum]:
-    """Return all layers' spectra, with a progress bar on a terminal: order 4,608 takes seconds."""
+    """Return all layers' spectra; large factors take seconds, so a terminal shows progress."""
     names = tqdm(layers(checkpoint), unit="layer", leave=False, disable=None)
     return [Spectrum(name, *sides(factors(checkpoint, name))) for name in names]
 
 
 def sides(averages: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues of A and of G of a layer's factors."""
+    """Return the eigenvalues of A and those of G, from a layer's factors."""
     a, g = (
         [eigenvalues(factor) for name, factor in averages.items() if name.startswith(side)]
         for side in "AG"
@@ -116,7 +116,7 @@ def eigenvalues(factor: Tensor) -> Tensor:
 
 
 def draw(spectra: Sequence[Spectrum], conditions: Sequence[float], title: str, path: Path) -> None:
-    """Draw a line per layer: spectra of A and G in colours, and condition numbers."""
+    """Draw a row per layer, with the spectra of A and G as colours, and condition numbers."""
     import matplotlib
 
     matplotlib.use("Agg")

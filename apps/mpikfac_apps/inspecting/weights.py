@@ -14,7 +14,7 @@ from mpikfac import files
 from mpikfac_apps.inspecting.options import check_package
 
 LARGER = 2**30
-"""Bytes by which a file can exceed a network in float64: the last module can be larger."""
+"""Bytes by which a file can exceed a network in float64, because its last module can be larger."""
 
 
 def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -22,7 +22,7 @@ def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
 
     Args:
         path: a safetensors file, or a state_dict written by `torch.save`.
-        model: the network of the weights, which limits the size of the file.
+        model: the network that the weights are for, which limits the size of the file.
 
     Raises:
         ValueError: the file cannot be read, is too large, or contains something else.
@@ -63,8 +63,8 @@ def _loaded(path: Path, content: bytes) -> object:
 def load(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     """Load weights into a network; return the names of tensors that keep their values.
 
-    Only tensors of the last module with parameters, the classifier, keep their values, if `tensors`
-    lacks them or they have a different shape. Values of other dtypes are converted.
+    Only tensors of the last module with parameters, the classifier, may keep their values, if
+    `tensors` lacks them or has them in a different shape. Other dtypes are converted.
 
     Raises:
         ValueError: other tensors are missing, unknown or of a different shape; the network is

@@ -23,7 +23,6 @@ from mpikfac_apps.training.settings import saved_run
 from mpikfac_apps.training.testing.evaluate import options_of
 from mpikfac_apps.training.testing.options import EvaluateOptions
 
-
 OfRun = InfluenceOptions | LaplaceOptions
 """The options of a program that reads a finished run."""
 

@@ -27,7 +27,7 @@ from mpikfac_apps.launching.notes import Output
 
 LOOK_EVERY = 0.1  # seconds
 GRACE = 3.0  # seconds for the MPI launcher to end its ranks
-SET_DEATH_SIGNAL = 1  # of prctl
+SET_DEATH_SIGNAL = 1  # an option of prctl
 AGAIN = "the next Ctrl-C ends all ranks immediately"
 
 
@@ -52,17 +52,17 @@ class Order:
 
 
 class MpiJob:
-    """A running job; `wait` waits for the end."""
+    """A running job; call `wait` to wait for its end."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._requests: list[signal.Signals] = []  # signals to this process, in order
-        self._answered = 0  # of `_requests`
+        self._answered = 0  # the number of `_requests` that have been handled
         self._killed_at = 0.0  # monotonic time of the order to end immediately; 0 if none
         self._former = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGHUP, *SIGNALS)
-            if signal.getsignal(number) != signal.SIG_IGN  # as in a background job
+            if signal.getsignal(number) != signal.SIG_IGN  # ignored in a background job
         }
         output, error = (_stream(number) for number in (1, 2))
         self._process = subprocess.Popen(
@@ -82,7 +82,7 @@ class MpiJob:
         self._requests.append(signal.Signals(number))
 
     def wait(self) -> int:
-        """Return the exit code of the program, after a line about an end without a message."""
+        """Wait for the job, and return its exit code; see `_code`."""
         with selectors.DefaultSelector() as selector:
             for descriptor in self._outputs:
                 selector.register(descriptor, selectors.EVENT_READ)
@@ -133,12 +133,12 @@ class MpiJob:
             send(signal.SIGKILL, list(processes_with(self._variable)))
 
     def _ask(self, number: signal.Signals) -> None:
-        """Request the program to stop."""
+        """Ask the program to stop."""
         if self._order.saves:
             files.write_text(self._order.directory / "stop", _named(number))
-            say(f"{_named(number)}: stops after a step, with a checkpoint; {AGAIN}")
+            say(f"{_named(number)}: the run stops after a step, with a checkpoint; {AGAIN}")
             return
-        say(f"{_named(number)}: asks the ranks to end, by SIGTERM; {AGAIN}")
+        say(f"{_named(number)}: sending SIGTERM to all ranks; {AGAIN}")
         ranks = ranks_of(self._variable, self._order.program)
         send(signal.SIGTERM, ranks or [self._process.pid])
 

@@ -22,7 +22,7 @@ from mpikfac_apps.launching.programs import PROGRAMS, RANK_VARIABLES, answer
 MEMORY = Path("/dev/shm")
 TIMEOUT = "--watchdog_timeout"
 TIMEOUT_VARIABLE = "MPIKFAC_WATCHDOG_TIMEOUT"
-"""The variable with the seconds without a step after which the ranks of a script end."""
+"""The environment variable that limits the seconds between two steps of a script."""
 USAGE = """usage: mpikfac launch -n N [--watchdog_timeout SECONDS] PROGRAM [ARGUMENT ...]
 
 Start a program on N ranks of this machine, under the MPI that mpi4py loads.
@@ -34,19 +34,19 @@ PROGRAM is train, evaluate, influence, laplace, check, calibrate or an example o
 Python file.
 
 With --watchdog_timeout, the ranks of a script write their stacks and end if no rank begins or ends
-a step for so many seconds: more than the longest step, evaluation or checkpoint takes. The
-variable MPIKFAC_WATCHDOG_TIMEOUT does the same under mpirun. Programs have their own option.
+a step for SECONDS. Choose more than the longest step, evaluation or checkpoint takes. Under mpirun,
+set MPIKFAC_WATCHDOG_TIMEOUT=SECONDS instead. Programs have their own option.
 
-Ctrl-C or SIGTERM requests the training to stop after a step, with a checkpoint; the same command
-with --resume auto continues. Your own script gets SIGTERM on every rank, which ends it unless it
+Ctrl-C or SIGTERM asks the training to stop after a step, with a checkpoint; the same command with
+--resume auto continues. Your own script receives SIGTERM on every rank, which ends it unless it
 handles the signal. The next Ctrl-C ends all ranks immediately. The exit code is the program's.
 
 MPIRUN names the launcher of another MPI, and MPIRUN_FLAGS replaces the launcher's options.
-In a job of Slurm or PBS, the message of `mpikfac launch` says what to write instead."""
+Inside a Slurm or PBS job, `mpikfac launch` prints the command to use instead."""
 
 
 class RankProgram(NamedTuple):
-    """A program to start on ranks: their number, the program's name, and its arguments.
+    """A program to start: the number of ranks, its name, and its arguments.
 
     Attributes:
         timeout: the time limit of a script's watchdog, in seconds; "" for no watchdog.
@@ -73,8 +73,8 @@ class RankProgram(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Start a program on several ranks, and wait for the end; return the program's exit code.
 
-    It is 2 if the program was not started, after one line about the mistake, or if it does not know
-    an option.
+    The code is 2 if the program was not started, after a one-line message, or if it rejects an
+    option.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
@@ -99,13 +99,13 @@ def read(argv: Sequence[str]) -> RankProgram:
         _check_timeout(timeout, rest[0])
     name, *arguments = rest
     if not re.fullmatch("0*[1-9][0-9]{0,4}", count):
-        raise ValueError(f"-n {count} must be a whole number, 1 to 99999, the number of ranks")
+        raise ValueError(f"-n {count} must be the number of ranks, a whole number from 1 to 99999")
     if name not in PROGRAMS and not Path(name).is_file():
         nearest = get_close_matches(name, [n for n, p in PROGRAMS.items() if p.ranks], n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else "; see mpikfac --help"
         raise ValueError(f"{name} is neither a file nor a program of mpikfac{hint}")
     if name in PROGRAMS and not PROGRAMS[name].ranks:
-        raise ValueError(f"{name} does not run on several ranks; start mpikfac {name}")
+        raise ValueError(f"{name} does not run on several ranks; use mpikfac {name}")
     return RankProgram(int(count), name, arguments, timeout)
 
 
@@ -153,15 +153,15 @@ def remove_left(parent: Path) -> None:
     for place in parent.glob("mpikfac-*.*"):
         process = place.name.removeprefix("mpikfac-").partition(".")[0]
         if not Path("/proc", process).exists():
-            with suppress(OSError):  # of another user, or not empty
+            with suppress(OSError):  # owned by another user, or not empty
                 place.rmdir()
 
 
 def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
-    """Raise an error for a start inside a scheduler's or an MPI job.
+    """Check that ranks can be started here: not inside a scheduler's job or an MPI job.
 
     Raises:
-        ValueError: the text is one line that says what to write instead.
+        ValueError: they cannot; the message is one line with the command to use instead.
     """
     ranks, words = program.ranks, shlex.join(program.words)
     if "SLURM_JOB_ID" in environ:

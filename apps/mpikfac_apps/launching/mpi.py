@@ -62,7 +62,7 @@ def loaded_mpi(environ: Mapping[str, str]) -> Mpi:
     starter = shutil.which(asked) if asked else None
     if asked and starter is None:
         raise ValueError(
-            f"MPIRUN={asked} is not a program; set the path of mpirun, or unset MPIRUN"
+            f"MPIRUN={asked} is not a program; set MPIRUN to the path of mpirun, or unset it"
         )
     looked = subprocess.run(
         [sys.executable, "-c", LOOK],
@@ -91,7 +91,7 @@ def library_path(starter: str | None, environ: Mapping[str, str]) -> dict[str, s
     if starter is None or "MPI4PY_LIBMPI" in environ:
         return {}
     prefix = Path(starter).resolve().parent.parent
-    # The empty entry stands for the system's loader with LD_LIBRARY_PATH.
+    # With the empty entry, the system's loader searches LD_LIBRARY_PATH.
     return {"MPI4PY_LIBMPI": f"{prefix}/lib:{prefix}/lib64::{sys.prefix}/lib"}
 
 
@@ -112,7 +112,7 @@ def command(
     """Return the command that starts a program on ranks; MPIRUN_FLAGS replaces the options.
 
     Raises:
-        ValueError: Open MPI would refuse to start for root.
+        ValueError: Open MPI would refuse to start ranks for root.
     """
     if mpi.maker == OPEN and os.geteuid() == 0 and any(environ.get(n) != "1" for n in AS_ROOT):
         raise ValueError(

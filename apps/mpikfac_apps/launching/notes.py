@@ -11,8 +11,8 @@ import time
 from contextlib import suppress
 
 DASHES, SIGNS = b"-" * 74, b"=" * 83  # above and below a note of Open MPI and of MPICH
-END = rb"(?<=[^\n])\n"  # of a line; MPICH begins a note with an empty line
-LATE = 0.3  # seconds that a rule or a part of a line waits, because MPI writes whole notes at once
+END = rb"(?<=[^\n])\n"  # the end of a line; MPICH begins a note with an empty line
+LATE = 0.3  # seconds for which a rule or a partial line is held back; MPI writes notes at once
 ENDS = (
     b"exited with non-zero status",
     b"a non-zero exit code",
@@ -21,13 +21,13 @@ ENDS = (
     b"exited on signal",
     b"BAD TERMINATION",
 )
-"""Words in notes that MPI puts between rules."""
+"""Texts in notes that MPI prints between two rules."""
 LINES = re.compile(
     rb"application called MPI_Abort\(|YOUR APPLICATION TERMINATED WITH THE EXIT|"
     rb"This typically refers to a problem with your app|Please see the FAQ page for debugging|"
     rb"\[mpiexec@\S+\] (Sending Ctrl-C|Press Ctrl-C)"
 )
-"""Notes without rules."""
+"""Notes that MPI prints without rules."""
 KILLED = re.compile(
     rb"process rank (?P<rank>\d+) .*?on node (?P<node>\S+) exited on signal (?P<signal>\d+)|"
     rb"(\(signal|KILLED BY SIGNAL:) (?P<number>\d+)"
@@ -52,7 +52,7 @@ class Output:
         self._note: list[bytes] = []  # the lines of a note without a lower rule yet
         self._line = b""  # the unwritten part of the current line
         self._begun = False  # whether a part of the current line is written
-        self._dropped = False  # whether a note was the last thing
+        self._dropped = False  # whether the last output was a note
         self._waits = 0.0  # monotonic time since which a note or a part of a line waits
 
     def feed(self, content: bytes) -> None:
@@ -70,7 +70,7 @@ class Output:
             self._note, self._line = [], b""
 
     def _take(self, line: bytes) -> None:
-        """Forward a line, with empty lines above, or add it to a note."""
+        """Forward a line, with the empty lines above it, or add it to a note."""
         text = line.strip(b"\0\r\n")  # Open MPI ends some notes with a NUL byte
         if LINES.search(text):
             self.killed = KILLED.search(text) or self.killed
@@ -98,7 +98,7 @@ class Output:
         rule = rule_of(self._note[0])
         above = self._note[0].strip(b"\0").rstrip(b"\r\n").removesuffix(rule)
         if rule == SIGNS:
-            above = above.lstrip(b"\n")  # MPICH's own
+            above = above.lstrip(b"\n")  # MPICH's own empty line
         unfinished = above.strip(b"\n") if above else self._begun
         return above + b"\n" if unfinished else above
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from mpikfac import files
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_PROCID")
-"""Variables of which a rank of an MPI job has at least one."""
+"""Environment variables, of which at least one is set in every rank of an MPI job."""
 
 
 class Program(NamedTuple):
@@ -42,7 +42,7 @@ PROGRAMS = {
     "strategies": Program(
         "planning.strategies",
         "planning.options:LIST",
-        "list the published strategies of distributing K-FAC, or describe one",
+        "list the published strategies for distributing K-FAC, or describe one",
     ),
     "plan": Program(
         "planning.plan",
@@ -52,13 +52,13 @@ PROGRAMS = {
     "check": Program(
         "checking.check",
         "checking.options:CHECK",
-        "check K-FAC on a model: covered layers, correct results",
+        "check which layers of a model K-FAC covers, and that the results are right",
         ranks=True,
     ),
     "calibrate": Program(
         "lab.predict.calibrate",
         "lab.predict.options:CALIBRATE",
-        "measure a machine, on at least 2 ranks",
+        "measure the speed of a machine, on at least 2 ranks",
         ranks=True,
     ),
     "simulate": Program(
@@ -69,17 +69,17 @@ PROGRAMS = {
     "advise": Program(
         "lab.predict.advise",
         "lab.predict.options:ADVISE",
-        "choose batch, servers and strategy that hide messages",
+        "choose a batch, servers and a strategy that hide communication",
     ),
     "compare": Program(
         "lab.study.compare",
         "lab.study.compare:COMPARE",
-        "compare several runs: a table and curves",
+        "compare several runs in a table and in curves",
     ),
     "study": Program(
         "lab.study.study",
         "lab.study:STUDY",
-        "run a matrix of options and write a report in HTML",
+        "run a matrix of options, and write an HTML report",
     ),
     "inspect": Program(
         "inspecting.inspect",
@@ -106,7 +106,7 @@ PROGRAMS = {
     "export": Program(
         "inspecting.export",
         "inspecting.options:EXPORT",
-        "write weights and factors of a checkpoint as plain files",
+        "write the weights and factors of a checkpoint to plain files",
     ),
     "train-graph": Program(
         "graphs.train",
@@ -124,7 +124,7 @@ PROGRAMS = {
         "detection.train", "", "example: a detector of drawn shapes", ranks=True
     ),
     "train-population": Program(
-        "populations.run", "", "example: many trainings that select their settings", ranks=True
+        "populations.run", "", "example: a population of runs that select settings", ranks=True
     ),
 }
 
@@ -143,7 +143,7 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 def answer(name: str, arguments: Sequence[str]) -> int | None:
-    """Print a program's help, or report unknown options; None if the program needs to start."""
+    """Print help or report unknown options, and return the exit code; None to start the program."""
     if not PROGRAMS[name].command_line:
         return None
     module, _, line = PROGRAMS[name].command_line.partition(":")

@@ -16,7 +16,7 @@ PLAIN = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str", "seq
 
 
 class Bounded(yaml.SafeLoader):
-    """Load plain data; reject documents with many levels or values, and recursive anchors."""
+    """Load plain data; reject documents with too many levels or values, or recursive anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -48,7 +48,7 @@ class Bounded(yaml.SafeLoader):
         """Return the node's value."""
         try:
             value = super().construct_object(node, deep)
-        except (LookupError, TypeError, ValueError):  # `!!int x`, or a number of 5,000 digits
+        except (LookupError, TypeError, ValueError):  # `!!int x`, or a number with 5,000 digits
             value, kind = reprlib.repr(node.value), node.tag.removeprefix(TAG)
             self._refuse(f"{value} is not a value of type {kind}", node.start_mark)
         if isinstance(value, int) and abs(value) > files.HUGE:
@@ -66,7 +66,7 @@ class Bounded(yaml.SafeLoader):
         raise yaml.MarkedYAMLError(problem=reason, problem_mark=mark)
 
 
-# A date such as 2026-01-01 is a string, as in a name.
+# A date such as 2026-01-01 is loaded as a string, because it can be a name.
 Bounded.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{TAG}timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

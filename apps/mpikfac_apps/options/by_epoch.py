@@ -1,4 +1,4 @@
-"""Numbers that change with the epoch, written as `EXAMPLE`."""
+"""Values that change with the epoch, written as `EXAMPLE`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ EXAMPLE = "0.03 until 30, 0.01 until 60, 0.003"
 
 @dataclass(frozen=True)
 class ByEpoch:
-    """A schedule by epoch: a number, and its changes.
+    """A schedule by epoch: a value and its changes.
 
     Attributes:
-        first: the number at epoch 0.
-        changes: the epochs at which the number changes, in ascending order, with the new numbers.
+        first: the value at epoch 0.
+        changes: the epochs at which the value changes, in ascending order, with the new values.
     """
 
     first: float
     changes: tuple[tuple[int, float], ...]
 
     def __call__(self, epoch: float) -> float:
-        """Return the number in force at an epoch; 2.5 is the middle of the third epoch."""
+        """Return the value at an epoch; 2.5 is the middle of the third epoch."""
         reached = (number for start, number in reversed(self.changes) if epoch >= start)
         return next(reached, self.first)
 
@@ -35,18 +35,18 @@ class ByEpoch:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """All numbers, in order."""
+        """All values, in order."""
         return self.first, *(number for _, number in self.changes)
 
 
 def read(text: str, kind: object) -> ByEpoch:
-    """Parse a text such as `EXAMPLE`.
+    """Parse a string such as `EXAMPLE`.
 
     Args:
-        kind: the type of the option: numbers must be whole if it is int, or a union with int.
+        kind: the type of the option: values must be whole if it is int, or a union with int.
 
     Raises:
-        ValueError: the text has a different form, or the epochs do not increase.
+        ValueError: the string has a different form, or the epochs do not increase.
     """
     number = int if int in (kind, *typing.get_args(kind)) else float
     *ended, last = text.split(",")
@@ -62,7 +62,7 @@ def by_step(value: Any, epochs: Callable[[int], float]) -> Any:
     """Convert a `ByEpoch` to a schedule of steps; return any other value unchanged.
 
     Args:
-        epochs: returns the epochs before a step.
+        epochs: returns the number of epochs before a step.
     """
     if not isinstance(value, ByEpoch):
         return value
@@ -70,10 +70,10 @@ def by_step(value: Any, epochs: Callable[[int], float]) -> Any:
 
 
 def at_start(value: object) -> Any:
-    """Return a `ByEpoch`'s number at epoch 0; return any other value unchanged."""
+    """Return a `ByEpoch`'s value at epoch 0; return any other value unchanged."""
     return value.first if isinstance(value, ByEpoch) else value
 
 
 def numbers_of(value: Any) -> tuple[Any, ...]:
-    """Return all numbers of a `ByEpoch`, or any other value alone."""
+    """Return all values of a `ByEpoch`, or any other value alone."""
     return value.numbers if isinstance(value, ByEpoch) else (value,)

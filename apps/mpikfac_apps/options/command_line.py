@@ -1,6 +1,6 @@
 """Read the options of a program from the command line and, for training, from YAML files.
 
-Reading stops at the first mistake with a single line: key, value, and allowed values.
+Reading stops at the first mistake, with a one-line message: key, value, and allowed values.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class CommandLine(Generic[Group]):
         basic: the options that --help shows, while --help_all shows all of them; if empty, --help
             shows all.
         files: whether --config FILE names YAML files of options.
-        usual: returns the values that replace defaults and null, for `group` and the values that
-            are given by full key.
+        usual: returns the values that replace defaults and null, from `group` and the values that
+            are set, by full key.
         presets: values by name, such as those of named strategies.
     """
 
@@ -98,7 +98,7 @@ class CommandLine(Generic[Group]):
         of_usual = OptionSource(usual)
         types, preset = settled(self.group, [of_usual, *sources], self.presets)
         usual = of_usual.values
-        if kept:  # a value that the arguments replace can be wrong
+        if kept:  # a stored value that the arguments replace is not checked
             sources[0].discard(given(sources[1:]))
         options = {leaf.key: leaf for leaf in leaves(self.group, types)}
         parser = self._parser(options, self._hidden(options, arguments))
@@ -111,7 +111,7 @@ class CommandLine(Generic[Group]):
     def answer(self, arguments: Sequence[str]) -> None:
         """Print help if requested; raise an error for names of options that do not exist.
 
-        Neither values nor files are read first.
+        Values are not checked, and files are not read.
 
         Raises:
             ValueError: an option does not exist; the message is one line with similar names.
@@ -171,9 +171,9 @@ class CommandLine(Generic[Group]):
             parser.add_argument(CONFIG, action="config", metavar="FILE", help=text)
             for action in parser._actions:
                 if "--print_config" in action.option_strings:
-                    action.metavar, action.help = "", "print all options as YAML and exit"
+                    action.metavar, action.help = "", "print all options as YAML, and exit"
         if hidden:
-            text = f"show this help message with {len(hidden)} more options and exit"
+            text = f"show this help message with {len(hidden)} more options, and exit"
             parser.add_argument("--help_all", action="store_true", help=text)
         sections: dict[str, Any] = {about.rstrip("."): parser}
         for leaf in options.values():
@@ -204,12 +204,12 @@ def _check_digits(arguments: Iterable[str]) -> None:
 
 
 def _names(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without values."""
+    """Return the arguments, with only the name of each NAME=VALUE."""
     return [argument.partition("=")[0] for argument in takewhile("--".__ne__, arguments)]
 
 
 def _value(option: Leaf, raw: Any) -> Any:
-    """Return the value of an option, checked.
+    """Check the value of an option, and return it.
 
     Raises:
         ValueError: the value is missing or out of bounds.
@@ -231,7 +231,7 @@ def _value(option: Leaf, raw: Any) -> Any:
 
 
 def _in_home(value: Any) -> Any:
-    """Return a path, or a list of paths, with the home directory in the place of "~"."""
+    """Return a path, or a list of paths, with "~" replaced by the home directory."""
     if isinstance(value, list):
         return [_in_home(each) for each in value]
     return Path(os.path.expanduser(value)) if isinstance(value, Path) else value

@@ -100,7 +100,7 @@ def _check_frozen(options: Options, ranks: int) -> None:
     for wrong, need, why in (
         (
             model == "airbench94",
-            f"a different model, not {model}",
+            f"a model other than {model}",
             "the model itself freezes layers",
         ),
         (
@@ -137,7 +137,7 @@ def _check_groups(options: Options, ranks: int) -> None:
         (
             options.quadratic,
             "a kfac.grafting other than quadratic-model",
-            "its quadratic model does not include the peers",
+            "the quadratic model does not include the peers",
         ),
         (
             adapt,
@@ -256,8 +256,8 @@ def doubt(options: Options) -> str:
         return ""
     usual, given = ("x".join(map(str, sides)) for sides in (image[1:], [size] * (len(image) - 1)))
     return (
-        f"model={options.model} is made for images of {usual} pixels, and "
-        f"data.name={options.data.name} has {given}: expect low accuracy, or use another model"
+        f"model={options.model} is made for images of {usual} pixels, but those of "
+        f"data.name={options.data.name} have {given}: expect low accuracy, or use another model"
     )
 
 
@@ -282,8 +282,8 @@ def _check_schedule(options: Options) -> None:
     epochs = options.decay_epochs
     if (options.schedule == "step") != bool(epochs):
         raise ValueError(
-            f"decay_epochs={epochs} with schedule={options.schedule}: step needs epochs at which "
-            "to decay, and the other schedules need []"
+            f"decay_epochs={epochs} with schedule={options.schedule}: schedule=step needs epochs "
+            "at which to decay, and the other schedules need []"
         )
     if options.schedule != "step" and options.decay_factor != Options.decay_factor:
         raise ValueError(
@@ -300,15 +300,15 @@ def _check_schedule(options: Options) -> None:
 def _check_momentum(options: Options) -> None:
     if options.nesterov and not (options.optimizer in ("sgd", "kfac") and options.momentum):
         raise ValueError(
-            f"nesterov=true needs optimizer=sgd or kfac, and momentum > 0, not "
-            f"{options.optimizer} and {options.momentum}"
+            f"nesterov=true needs optimizer=sgd or optimizer=kfac, and momentum > 0; got "
+            f"optimizer={options.optimizer} and momentum={options.momentum}"
         )
     grafting, clip = options.kfac.grafting, options.kfac.clip
     if options.momentum_of_gradients and (clip is not None or not grafting.by_adam):
         setting = f"kfac.grafting={grafting.name}" if clip is None else f"kfac.clip={clip.name}"
         raise ValueError(
-            f"kfac.momentum_of=gradients needs kfac.grafting=adam, and no clip, not {setting}; "
-            f"leave out {setting} or kfac.momentum_of"
+            f"kfac.momentum_of=gradients needs kfac.grafting=adam and no clip; leave out {setting} "
+            f"or kfac.momentum_of"
         )
     if options.nesterov and options.momentum_of_gradients:
         raise ValueError(
@@ -327,8 +327,8 @@ def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
     own = getattr(compressor, "momentum", 0.0)
     if own and momentum and options.momentum_of_gradients:
         raise ValueError(
-            f"compression.gradients.momentum={own} needs momentum=0, not {momentum} for gradients: "
-            f"momentum is applied only once"
+            f"compression.gradients.momentum={own} needs momentum=0, not {momentum}: otherwise, "
+            f"momentum would be applied to gradients twice"
         )
 
 
@@ -341,7 +341,7 @@ def _check_quadratic(options: Options) -> None:
     if options.quadratic and wrong:
         raise ValueError(
             f"kfac.grafting=quadratic-model sets the length and momentum of a step; it needs lr=1, "
-            f"schedule=constant, momentum=0 and weight_decay=0, not {', '.join(wrong)}"
+            f"schedule=constant, momentum=0 and weight_decay=0; got {', '.join(wrong)}"
         )
 
 

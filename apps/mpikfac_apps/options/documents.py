@@ -1,4 +1,4 @@
-"""Check YAML documents: every key is known, and given once, nested or dotted."""
+"""Check that every key of a YAML document is known, and given only once, nested or dotted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SYNONYMS = {
     **dict.fromkeys(("inv_update_freq", "kfac_update_freq"), "kfac.inv_update_steps"),
     **dict.fromkeys(("fac_update_freq", "cov_update_freq"), "kfac.factor_update_steps"),
 }
-"""Options by the names that other programs use for them."""
+"""The options that correspond to names in other programs."""
 LIKENESS = 0.7  # the minimum similarity of a misspelt word, as measured by `difflib`
 MOST_SHOWN = 30  # keys in a message
 MOST_GUESSES = 3  # suggested keys
@@ -42,7 +42,7 @@ def read(path: str) -> str:
     """Return the text of a file of options.
 
     Raises:
-        ValueError: the file cannot be read; one line.
+        ValueError: the file cannot be read; the message is one line.
     """
     try:
         return files.read_text(os.path.expanduser(path), links=True)
@@ -56,8 +56,8 @@ def composed(text: str, where: str = "") -> yaml.Node | None:
     """Parse a document, and check that every key is given once, nested or dotted.
 
     Raises:
-        ValueError: the text is not YAML, or has a duplicate key; one line, which begins with
-            `where`.
+        ValueError: the text is not YAML, or has a duplicate key; the message is one line that
+            begins with `where`.
     """
     return _parsed(text, where)[0]
 
@@ -66,7 +66,7 @@ def loaded(text: str) -> Any:
     """Return the plain data of a document in which every key is given once, nested or dotted.
 
     Raises:
-        ValueError: the text is not YAML, or has a duplicate key; one line.
+        ValueError: the text is not YAML, or has a duplicate key; the message is one line.
     """
     return _parsed(text, "")[1]
 
@@ -98,7 +98,7 @@ def unknown(key: str, keys: Collection[str], further: Collection[str] = ()) -> s
     """Return the message about an unknown key, with known keys of similar meaning or spelling.
 
     Args:
-        further: keys that can be suggested, but are not listed.
+        further: keys that can be suggested, but are not listed as known.
     """
     plain = key.replace("-", "_").lower()
     group, _, last = plain.rpartition(".")
@@ -113,7 +113,7 @@ def unknown(key: str, keys: Collection[str], further: Collection[str] = ()) -> s
     if guesses := meant or spelled or alike or _near(last, [*keys, *short]):
         return f"unknown key {key}; did you mean {' or '.join(guesses[:MOST_GUESSES])}?"
     if len(shown := inside or keys) <= MOST_SHOWN:
-        return f"unknown key {key}; known are {', '.join(shown) or 'none'}"
+        return f"unknown key {key}; known keys are {', '.join(shown) or 'none'}"
     return f"unknown key {key}; --help_all lists all keys"
 
 
@@ -208,6 +208,6 @@ def values_of(node: yaml.Node | None, group: str = "") -> dict[str, yaml.Node]:
 
 
 def written(values: Mapping[str, yaml.Node]) -> str:
-    """Return a document with values by dotted key as a text."""
+    """Return the text of a document with values by dotted key."""
     pairs = [(yaml.ScalarNode(f"{TAG}str", key), value) for key, value in values.items()]
     return str(yaml.serialize(yaml.MappingNode(f"{TAG}map", pairs), Dumper=yaml.SafeDumper))

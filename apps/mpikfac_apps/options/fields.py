@@ -39,7 +39,7 @@ WORDS = {
     int: "a whole number",
     float: "a finite number",
     bool: "true or false",
-    str: "a text",
+    str: "a string",
     Path: "a path",
     types.NoneType: "null",
 }
@@ -56,11 +56,11 @@ Group = TypeVar("Group", bound="DataclassInstance")
 
 
 class Dtype:
-    """Stand for `torch.dtype` in types of fields, because importing torch takes seconds."""
+    """A placeholder for `torch.dtype` in types of fields, because importing torch takes seconds."""
 
 
 ANNOTATIONS = {"torch": types.SimpleNamespace(dtype=Dtype)}
-"""Names in annotations that are not looked up in the module of a dataclass."""
+"""Names in annotations that are looked up here, not in the module of a dataclass."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Leaf:
         help: the text about the field in the docstring of the dataclass.
         section: the heading above the option in help; by default the first line of the docstring
             of the dataclass.
-        bounds: such as ("> 0", "<= 1"); null is always allowed by bounds.
+        bounds: the bounds of a number, such as ("> 0", "<= 1"), which do not exclude null.
         positional: whether the value is given without the name.
-        scheduled: whether the value can be numbers by epoch.
-        read: the function that converts a text to the value; None if the text is the value.
+        scheduled: whether the value can change with the epoch.
+        read: the function that converts a string to the value; None if the string is the value.
         joint: the base of the types that the option can name; None if the value is not a type.
         without: fields of the types that are not options.
     """
@@ -131,7 +131,7 @@ class Leaf:
         return typing.get_origin(self.kind) is Literal
 
     def check(self, value: Any) -> None:
-        """Check for numbers that are huge or out of bounds, and for null where it is not allowed.
+        """Check that numbers are within bounds and not huge, and that null is allowed.
 
         Raises:
             ValueError: one line with key, value and bounds.
@@ -154,7 +154,7 @@ class Leaf:
 
 
 def bounded(default: Any, *bounds: str) -> Any:
-    """Return a field whose numbers must satisfy `bounds`, such as "> 0"."""
+    """Return a field for numbers that must satisfy `bounds`, such as "> 0"."""
     return dataclasses.field(default=default, metadata={"bounds": bounds})
 
 
@@ -169,7 +169,7 @@ def listed(names: Collection[str], default: Any = REQUIRED) -> Any:
 
 
 def required(*bounds: str, read: Callable[[str], Any] | None = None) -> Any:
-    """Return a field that must be set; `read` converts a text to the value."""
+    """Return a field that must be set; `read` converts a string to the value."""
     return dataclasses.field(metadata={"bounds": bounds, "read": read})
 
 
@@ -179,13 +179,13 @@ def positional(*bounds: str, default: Any = dataclasses.MISSING) -> Any:
 
 
 def read_by(read: Callable[[str], Any], default: str | None) -> Any:
-    """Return a field whose value `read` converts from a text; `default` is a text or None."""
+    """Return a field whose value `read` converts from a string; `default` is a string or None."""
     value = None if default is None else read(default)
     return dataclasses.field(default=value, metadata={"read": read, "written": default})
 
 
 def in_home(default: str | None) -> Any:
-    """Return a field for a path as a text, with the home directory in the place of "~"."""
+    """Return a field for a path as text, with "~" replaced by the home directory."""
     metadata = {"read": os.path.expanduser, "written": default, "keeps_type": True}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -222,7 +222,7 @@ def leaves(group: type, types: Types | None = None) -> tuple[Leaf, ...]:
         types: the types of joints; the default types if None.
 
     Raises:
-        ValueError: a joint has no type with the given name; one line.
+        ValueError: a joint has no type with the given name; the message is one line.
     """
     return _leaves_with(group, frozenset((types or {}).items()))
 
@@ -290,7 +290,7 @@ def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
 
 
 def _below(group: type, types: Types, like: Any) -> Iterable[Leaf]:
-    """Return the options of a dataclass inside of another dataclass."""
+    """Return the options of a dataclass that is inside another dataclass."""
     return leaves(group, types) if like is None else _leaves(group, types, like)
 
 
@@ -305,7 +305,7 @@ def _described(group: type) -> tuple[str, dict[str, str], dict[str, Any]]:
 
 
 def _hints(group: type) -> dict[str, Any]:
-    """Return the types of the fields; other annotations can name what is not imported."""
+    """Return the types of the fields; annotations of other attributes can name unknown types."""
     names = {field.name for field in dataclasses.fields(group)}
     hints: dict[str, Any] = {}
     for base in reversed(group.__mro__):
@@ -318,7 +318,7 @@ def _hints(group: type) -> dict[str, Any]:
 
 
 def _inside_of(name: str, types: Types) -> dict[str, str | None]:
-    """Return the types inside of the field `name`."""
+    """Return the types inside the field `name`."""
     prefix = f"{name}."
     return {k.removeprefix(prefix): kind for k, kind in types.items() if k.startswith(prefix)}
 
@@ -373,13 +373,13 @@ def _inside(name: str, leaf: Leaf, meta: Mapping[str, Any]) -> Leaf:
 
 
 def build(group: type[Group], values: Mapping[str, Any], given: Collection[str] = ()) -> Group:
-    """Return a dataclass with the values of options; missing ones have their defaults.
+    """Return a dataclass with the values of options; missing options have their defaults.
 
     Args:
         given: the keys that a user sets.
 
     Raises:
-        ValueError: the dataclass rejects a value; one line.
+        ValueError: the dataclass rejects a value; the message is one line.
     """
     fields = dataclasses.fields(group)
     chosen = {key: value for key, value in values.items() if key in given}
@@ -442,7 +442,7 @@ def _typed(base: type[Choice], tree: Mapping[str, Any], joint: str, usual: Any) 
 
 
 def flat(options: DataclassInstance) -> dict[str, Any]:
-    """Return the values of the options of a dataclass by key, as texts, numbers and lists."""
+    """Return the values of the options of a dataclass by key, as strings, numbers and lists."""
     found = leaves(type(options), types_of(options))
     return {leaf.key: _value_of(options, leaf) for leaf in found}
 
@@ -463,7 +463,7 @@ def types_of(options: Any, prefix: str = "") -> dict[str, str | None]:
 
 
 def _value_of(options: Any, leaf: Leaf) -> Any:
-    """Return the value of an option as a text, a number, a list or null."""
+    """Return the value of an option as a string, a number, a list or null."""
     *holders, last = leaf.path
     for name in holders:
         options = getattr(options, name)

@@ -1,4 +1,4 @@
-"""The options of a training run, in groups, which are also those of programs that plan runs."""
+"""The options of a training run, in groups that programs that plan runs use as well."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ class DataOptions:
             "cifar100": the files in data.path; "patches": grey patches of cifar10, for
             autoencoders; "curves": generated smooth curves, for autoencoders; "synthetic": random
             images; "text": the bytes of text files, for language models; "volume": crops of a
-            brain, for segmenters; "folder": a folder of images; "packed": a file of `mpikfac pack`;
-            FILE.py:FUNCTION: the tensors that your function returns. Names.
+            brain, for segmenters; "folder": a folder of images; "packed": a file written by
+            `mpikfac pack`; FILE.py:FUNCTION: the tensors that your function returns. Names.
         path: the directory with the unpacked archive of cifar10 or cifar100; the folder with
-            train/CLASS/*.jpg and val/CLASS/*.jpg; the file of `mpikfac pack`; a text file, or a
-            directory with files *.py and *.txt, null for Python's standard library; or the folder
-            with a volume's image.nii.gz and labels.nii.gz, null for nilearn's MNI152.
+            train/CLASS/*.jpg and val/CLASS/*.jpg; the file written by `mpikfac pack`; a text file,
+            or a directory with files *.py and *.txt, null for Python's standard library; or the
+            folder with a volume's image.nii.gz and labels.nii.gz, null for nilearn's MNI152.
         train_images: the number of training images to use: the first images of the data set; for a
             folder or a packed file, evenly spaced images; for curves and synthetic images, the
             number to generate; for a text, the number of windows. null for all images or windows,
             20,000 curves or 1024 synthetic images.
         test_images: the number of test images to use, chosen like training images; null for all
-            images. Fewer images make tests of the network faster and less exact.
+            images. Fewer images make tests of the network faster but less precise.
         augment: shift and mirror training images at random; gaps are filled with black pixels. For
             images in files, a random crop is rescaled, and mirrored at random.
         shift: the maximum number of pixels by which augment shifts an image in each direction; null
@@ -100,10 +100,10 @@ class DataOptions:
             for 16.
         classes: the number of classes of synthetic images; null for 10.
         workers: the number of processes per rank that decode images in files in advance; 0: the
-            rank decodes; null for 2. Results do not depend on it.
-        max_broken_images: the number of images in files that can be broken. A broken image is
-            replaced by the next image of its class, and logged; one more broken image ends the run.
-            null for 0.
+            rank decodes them itself; null for 2. Results do not depend on it.
+        max_broken_images: the maximum number of broken images in files. A broken image is replaced
+            by the next image of its class, and logged; one more broken image ends the run. null for
+            0.
         cache: a directory on the disk of each node, to which one rank of each node copies the
             images of a packed file before the training. null for no copy.
     """
@@ -132,7 +132,7 @@ class GroupOptions:
         groups: the number of groups of ranks. Each group trains its own model in
             RUN_DIR/group-NUMBER, with the seed `seed + NUMBER` and its own batches, and learns
             from the predictions of the other groups. 1: all ranks train one model.
-        burn_in: the number of steps at the start in which groups train independently; null: the
+        burn_in: the number of steps at the start in which groups train independently; null for all
             steps of the first epoch.
         swap_every: the number of steps from one swap of weights between groups to the next.
         distill_weight: the weight in the loss of the divergence from the predictions of the other
@@ -151,7 +151,7 @@ COMM_OPT = "comm-opt"
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """The strategy by name, a published method of distributing training over ranks.
+    """The strategy: a published method of distributing training over ranks.
 
     Without K-FAC, choices about factors and decompositions have no effect.
 
@@ -159,14 +159,14 @@ class StrategyOptions:
         strategy: the name of a strategy; `mpikfac strategies` lists all names. The strategy sets
             the defaults of the options of assignment, sync, compression, refresh and transport.
             "auto" chooses the K-FAC strategy with the shortest predicted time on `machine`.
-        machine: a measured machine: a file of `mpikfac calibrate`, or a published machine as for
-            `mpikfac simulate`. Overlapped strategies choose their messages for the machine, and
-            strategy=auto chooses everything.
+        machine: a measured machine: a file written by `mpikfac calibrate`, or the name of a
+            published machine, as for `mpikfac simulate`. Overlapped strategies choose their
+            messages for the machine, and strategy=auto chooses everything.
         split_layers: the layers whose channels are divided among groups of ranks: NAME=outputs or
             NAME=inputs for each layer, or only "auto" for the cheapest distribution of each layer,
             by seconds on `machine`, or by bytes if there is no machine.
-        tp_size: the number of ranks in a group that divides layers; null: all ranks, and with
-            split_layers=auto the cheapest number.
+        tp_size: the number of ranks in a group that divides layers; null for all ranks, or with
+            split_layers=auto for the cheapest number.
         assignment: which ranks decompose factors, precondition gradients and step weights.
         sync: what ranks exchange to train one model, and when.
         compression: how values are encoded in messages.
@@ -230,7 +230,7 @@ class CoverageOptions:
     """Which layers K-FAC covers, and in what form.
 
     Args:
-        norms: also precondition scale and shift of normalisation layers.
+        norms: also precondition the scale and shift of normalisation layers.
         kfac_approx: how the positions at which an image uses a weight enter the factors. "expand":
             each position is an example; "reduce": the mean over the positions is an example.
         largest: the maximum order of a factor; larger factors are cut into equal blocks. null: as
@@ -253,10 +253,10 @@ class KfacOptions:
     """The settings of K-FAC.
 
     Args:
-        factor_update_steps: the number of steps between two updates of the factors. null: 10, and
+        factor_update_steps: the number of steps between two updates of the factors. null: 10, but
             fewer in the first 160 steps; 1 with shampoo, kl-shampoo and soap.
-        inv_update_steps: the number of steps between two decompositions of the factors. null: that
-            of the strategy; for most strategies 50, and fewer in the first 160 steps.
+        inv_update_steps: the number of steps between two decompositions of the factors. null: the
+            strategy's number, for most strategies 50, but fewer in the first 160 steps.
         preconditioner: the preconditioner of gradients; K-FAC is one of several that share a plan.
             A preconditioner has its own defaults of damping, grafting, momentum and
             factor_update_steps, which apply unless you set these options. "inverse": damped
@@ -267,14 +267,14 @@ class KfacOptions:
             about equal length; "newton-muon": inverses of only the input factors. null: the
             preconditioner of the strategy (inverse for most strategies).
         momentum_of: where `momentum` is applied. "gradients": Nesterov momentum of the averaged
-            gradients, before K-FAC preconditions them; needs grafting by Adam. "directions": by the
-            optimizer, with smaller learning rates. null: "gradients" with such grafting and without
-            a clip or nesterov, else "directions".
+            gradients, before K-FAC preconditions them; needs grafting by Adam. "directions":
+            momentum of the directions, which the optimizer applies; use smaller learning rates.
+            null: "gradients" with such grafting and without a clip or nesterov, else "directions".
         budget: the maximum average number of operations of statistics and decompositions, as a
             fraction of those of the forward and backward passes; the limit is 1 in the first 160
             steps. To meet it, intervals are lengthened, and factors are cut into blocks with at
-            most half as many rows as a batch has vectors, or 128. null, or an interval that you
-            set: no limit.
+            most half as many rows as a batch has vectors, or 128. There is no limit with null, nor
+            if you set an interval.
         damping_adapt: the number of steps between two adaptations of the damping to how well the
             quadratic model predicts the loss; each adaptation costs a forward pass. null: the
             damping is not adapted.
@@ -308,7 +308,7 @@ class KfacOptions:
 
     @property
     def lasting_factor_update_steps(self) -> int:
-        """The steps between updates of factors at the start, or finally for default intervals."""
+        """The steps between updates of factors at the start or, by default, after 160 steps."""
         return (
             FACTOR_EVERY if self.factor_update_steps is None else at_start(self.factor_update_steps)
         )
@@ -320,7 +320,7 @@ USUAL_RATES = {
 }
 """Default learning rates by optimizer.
 
-K-FAC's assumes steps as long as Adam's, and momentum applied to gradients.
+K-FAC's rate assumes steps as long as Adam's, and momentum applied to gradients.
 """
 FOR_DIRECTIONS = 0.4  # times the default rate: momentum applied to directions lengthens steps
 
@@ -356,9 +356,9 @@ class LearningOptions:
             of a run always ends with a test.
         eval_steps: the number of steps from one additional test to the next, also within epochs;
             null for none. Ranks with replicas of the weights average them before a test.
-        keep_best: keep the weights of the best test in RUN_DIR/best.pt.
+        keep_best: save the weights with the best test result so far to RUN_DIR/best.pt.
         patience: the number of consecutive tests without improvement after which the run ends;
-            null: all epochs run.
+            null: the run takes all epochs.
         lr: the learning rate. null: 0.0075 for K-FAC with a kfac.grafting by Adam, or 0.003
             with kfac.momentum_of=directions; 0.003 for Muon and SOAP; 0.001 for AdamW; 0.03 for
             LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with kfac.grafting=none or sgd.
@@ -380,16 +380,16 @@ class LearningOptions:
         label_smoothing: the fraction of an image's label that is distributed equally over all
             classes in the training loss; tests use the plain labels.
         ema_decay: the decay of an exponential average of the weights over steps, such as 0.99,
-            which tests of the network use; in the first steps it is the plain mean. 0: tests use
+            which tests of the network use; in the first steps, it is the plain mean. 0: tests use
             the weights themselves.
         distribution: the strategy.
-        weights: a file of initial weights: a state_dict, or a file of `mpikfac export`, .pt or
-            .safetensors. Tensors of the last module can be missing or have another shape; these
+        weights: a file of initial weights, .pt or .safetensors: a state_dict, or a file written by
+            `mpikfac export`. Tensors of the last module can be missing or have another shape; these
             keep the seed's initial values. A run that resumes uses its checkpoint. null: all
             weights are initialised from the seed.
-        frozen_epochs: the number of epochs at the start in which only the last module with
-            parameters is trained, the classifier; all other layers are frozen, and trained from the
-            second step of the next epoch on. null: all layers are trained from the start.
+        frozen_epochs: the number of epochs at the start in which only the classifier, the last
+            module with parameters, is trained; all other layers are frozen, and are trained from
+            the second step of the next epoch on. null: all layers are trained from the start.
         direct_feedback: the names of modules, such as [layer1, layer2], each of which ends a block
             of layers. Gradients of blocks are computed from the error of the outputs by fixed
             signs, not from the next block [Han & Yoo 2019]; inside blocks, gradients are exact.
@@ -423,7 +423,7 @@ class LearningOptions:
     label_smoothing: float = bounded(0.0, ">= 0", "< 1")
     ema_decay: float = bounded(0.0, ">= 0", "< 1")
     distribution: StrategyOptions = inline(StrategyOptions)
-    weights: str | None = section("first weights, seed", field(default=None))
+    weights: str | None = section("initial weights, seed", field(default=None))
     frozen_epochs: int | None = bounded(None, ">= 1")
     direct_feedback: list[str] = field(default_factory=list)
     seed: int = bounded(0, ">= 0", "< 4294967296")
@@ -477,13 +477,13 @@ class LearningOptions:
 
 @dataclass(frozen=True)
 class Options(RunOptions, LearningOptions):
-    """Train a network with K-FAC or a baseline; start ranks by `mpikfac launch`, mpirun or srun.
+    """Train a network with K-FAC or a baseline; start ranks with `mpikfac launch`, mpirun or srun.
 
     Args:
         shrink: if a rank dies, the remaining ranks continue (under mpirun --with-ft ulfm).
         trace_steps: the number of steps whose stages are recorded on every rank, beginning with the
-            third step of a start: a table in the log, RUN_DIR/trace.json.gz for a browser, and
-            RUN_DIR/stages.json. null for none.
+            third step of a start. The results are a table in the log, RUN_DIR/trace.json.gz for a
+            browser, and RUN_DIR/stages.json. null for none.
     """
 
     shrink: bool = section(END, field(default=False))
@@ -505,7 +505,7 @@ BASIC = (
     *("kfac.relative_damping", "kfac.preconditioner.type", "kfac.grafting.type"),
     "kfac.momentum_of",
 )
-"""The options that a newcomer needs, which `--help` shows."""
+"""The options that newcomers need, which `--help` shows."""
 
 
 def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -527,7 +527,7 @@ def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
     if f"{prefix}clip.{TYPE}" in given:
         usual = {key: v for key, v in usual.items() if not key.startswith("grafting.")}
         usual |= {f"grafting.{TYPE}": NoGrafting.name}
-    if {f"{prefix}{key}" for key in DAMPING} & given.keys():  # two keys for the same number
+    if {f"{prefix}{key}" for key in DAMPING} & given.keys():  # two keys for the same value
         usual = {key: value for key, value in usual.items() if key not in DAMPING}
     values = {f"{prefix}{key}": value for key, value in usual.items()}
     return values | ({"momentum": momentum} if momentum and ("momentum",) in keys else {})

@@ -23,8 +23,8 @@ class RunOptions:
         resume: the checkpoint from which the run continues. "never": none; "auto": the newest
             checkpoint in run_dir, if there is one; or the directory of a checkpoint, or of another
             run, whose newest checkpoint is used.
-        checkpoint_minutes: the minutes between checkpoints, which are written in the background,
-            the first after 2 minutes; null for none. The end of a run always writes a checkpoint.
+        checkpoint_minutes: the minutes between checkpoints, which are written in the background;
+            the first one is due after 2 minutes. null for none. The end of a run always writes one.
         checkpoint_every: the number of steps between additional checkpoints; null for none.
         max_time: the minutes from the start to the end of the job. The run writes a checkpoint and
             stops in time. SLURM_JOB_END_TIME has the same effect. null for no limit.
@@ -35,8 +35,8 @@ class RunOptions:
             take 10 times as long. null for no limit.
         log_every: the number of steps from one line of metrics to the next.
         device: the device of each rank; "auto" uses a GPU if there is one.
-        threads: the number of threads per rank. null: OMP_NUM_THREADS, or an equal part of the
-            node's cores.
+        threads: the number of threads per rank. null for OMP_NUM_THREADS or, if it is not set, an
+            equal part of the node's cores.
         metrics: trackers that also receive the contents of metrics.jsonl: "tensorboard", "wandb",
             "mlflow", or FILE.py:FUNCTION, a function that returns a tracker; one name, or a list of
             names.

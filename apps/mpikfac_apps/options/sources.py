@@ -1,4 +1,4 @@
-"""Where the options of a program come from: sources in order, of which the last value wins.
+"""Where the options of a program come from: sources in order, of which the last one wins.
 
 A value can determine which other options exist: the type of a joint, or the name of a preset. If a
 later source chooses another type, the options that earlier sources set for the former type are
@@ -63,7 +63,7 @@ class OptionSource:
         self.values = {k: v for k, v in self.values.items() if k not in keys}
 
     def check(self, options: Mapping[str, Leaf], explain: Callable[[str], str]) -> None:
-        """Check a file for unknown keys; the parser checks those of the command line."""
+        """Check a file for unknown keys; the parser checks the command line."""
 
     def arguments(self) -> list[str]:
         """Return the command-line arguments for the values."""
@@ -90,7 +90,7 @@ class Words(OptionSource):
         super().rename(short, key)
 
     def leave_out(self, groups: Collection[str]) -> None:
-        """Keep everything: whatever a user types is intended."""
+        """Keep everything, because users intend whatever they type."""
 
     def arguments(self) -> list[str]:
         """Return the words."""
@@ -119,7 +119,7 @@ class Document(OptionSource):
         super().rename(short, key)
 
     def discard(self, keys: Collection[str]) -> None:
-        """Drop keys, which stay known."""
+        """Drop keys, which `check` still accepts."""
         self._left_out |= {*keys}
         super().discard(keys)
 
@@ -134,7 +134,7 @@ class Document(OptionSource):
             explain: returns the message about an unknown key.
 
         Raises:
-            ValueError: the text is one line with file, line and key.
+            ValueError: a key is unknown; the message is one line with file, line and key.
         """
         if not self._path:
             return
@@ -156,7 +156,7 @@ def of_arguments(arguments: Sequence[str], files: bool) -> list[OptionSource]:
         files: whether --config FILE names a file of options.
 
     Raises:
-        ValueError: a file cannot be read, or is not YAML; one line.
+        ValueError: a file cannot be read, or is not YAML; the message is one line.
     """
     sources: list[OptionSource] = []
     named = list(takewhile("--".__ne__, arguments))
@@ -184,7 +184,7 @@ def settled(
     Options of types that a later source replaces are removed from the sources.
 
     Raises:
-        ValueError: a joint has no type with the given name; one line.
+        ValueError: a joint has no type with the given name; the message is one line.
     """
     preset = OptionSource(_preset(group, sources, presets) if presets else {})
     sources = [preset, *sources]
@@ -213,7 +213,7 @@ def _preset(group: type, sources: Sequence[OptionSource], presets: Presets) -> M
 
 
 def _last(key: str, usual: Any, groups: Collection[str], sources: Sequence[OptionSource]) -> Any:
-    """Return the last value of a key; if it changes, earlier sources lose the groups."""
+    """Return the last value of a key; if it changes, drop the groups from earlier sources."""
     chosen, since = usual, None
     for number, source in enumerate(sources):
         if key not in source.values:
@@ -237,7 +237,7 @@ def _checked(joint: Leaf, chosen: Any) -> str | None:
 
 
 def _check_trust(joint: Leaf, chosen: Any, sources: Sequence[OptionSource]) -> None:
-    """Raise an error instead of executing a file that only the options of a run name."""
+    """Raise an error instead of executing a file that only a run's stored options name."""
     naming = [source for source in sources if source.values.get(joint.key) == chosen]
     if isinstance(chosen, str) and is_own(chosen) and not any(s.trusted for s in naming):
         raise ValueError(

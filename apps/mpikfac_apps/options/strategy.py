@@ -38,7 +38,7 @@ ITEMSIZE = 4  # bytes per float32 value
 OF_STRATEGY = ("preconditioner", "inv_update_steps")
 """Settings of `KFAC` that a strategy can set."""
 TUNED = ("transport.fusion", "assignment.replicate_below")
-"""The choices that are made for a machine."""
+"""The choices that depend on the machine."""
 
 
 def preconditioner_of(settings: Mapping[str, Any]) -> Preconditioner:
@@ -47,7 +47,7 @@ def preconditioner_of(settings: Mapping[str, Any]) -> Preconditioner:
 
 
 def lasting_inv_update_steps(settings: Mapping[str, Any], strategy: Strategy) -> int:
-    """Return the steps between refreshes at the start; for default intervals, the final value."""
+    """Return the steps between refreshes at the start or, by default, after the first 160 steps."""
     usual = usual_intervals(strategy.refresh.stagger).inv_update_steps(SETTLED)
     interval: int = at_start(settings.get("inv_update_steps", usual))
     return interval
@@ -65,7 +65,7 @@ def serving_ranks(options: Options) -> tuple[str, int]:
 
 
 def no_servers(options: Options) -> str:
-    """Return the choice with which all ranks train, and the current choice."""
+    """Describe the choice with which all ranks train, and the current one, for an error message."""
     distribution = options.distribution
     if not distribution.sync.waits_for_all:
         return f"sync=synchronous, not {distribution.sync.name}"
@@ -111,7 +111,7 @@ def make_strategy(
                 f"strategy=auto needs machine, and no other choices; machine is "
                 f"{distribution.machine}, choices are {', '.join(own) or 'none'}"
             )
-        return distribution.chosen, overrides  # see `for_machine` for the choices
+        return distribution.chosen, overrides  # `for_machine` makes the choices
     _, settings = get_strategy(distribution.strategy)
     chosen, settings = distribution.chosen, {**settings, **overrides}
     chosen.check_ranks(ranks)
@@ -151,7 +151,7 @@ def for_machine(
 ) -> tuple[str, Strategy]:
     """Return the name of the strategy, and the strategy with the choices made for the machine.
 
-    These are only choices that the options leave open.
+    Choices that the options make are kept.
 
     Args:
         options: the model, the batch and the K-FAC options of a run.
@@ -176,7 +176,7 @@ def for_machine(
 
 
 def dealt_out(split: Sequence[str]) -> dict[str, Channels]:
-    """Return the channels that are divided, by name of a layer.
+    """Return the channels that are divided, by layer name.
 
     Raises:
         ValueError: a text is not NAME=outputs or NAME=inputs.
@@ -254,7 +254,7 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
 
 @contextmanager
 def skippable(option: str = "kfac.skip") -> Iterator[None]:
-    """Name the option that skips modules in messages about the argument of `KFAC`.
+    """Name the option that skips modules in messages that name the argument of `KFAC`.
 
     Raises:
         ValueError: the library refuses modules.
@@ -262,7 +262,7 @@ def skippable(option: str = "kfac.skip") -> Iterator[None]:
     try:
         yield
     except mpikfac.layers.Refused as error:
-        names = json.dumps(error.skip)  # in quotes, because names can be numbers
+        names = json.dumps(error.skip)  # quoted, because a name can look like a number
         raise ValueError(
             f"{error.without_remedy}; for first-order training, pass --{option} '{names}'"
         ) from error
@@ -284,7 +284,7 @@ def kfac_settings(
     damping, interval = options.damping, options.damping_adapt
     if interval is not None:
         kind = "relative" if damping.is_relative else "value"
-        assert not callable(damping.number), "`check_conflicts` refuses schedules"
+        assert not callable(damping.number), "`check_conflicts` rejects schedules"
         damping = Damping(**{kind: LevenbergMarquardt(damping.number, interval)})
 
     def scheduled(value: Group) -> Group:

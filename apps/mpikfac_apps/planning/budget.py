@@ -1,4 +1,4 @@
-"""The budget of a run before its first batch, from passes without values."""
+"""Predict the effects of a run's budget before its first batch, from passes on meta tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Calls = Mapping[str, Sequence[CallSize]]
 
 @dataclass(frozen=True)
 class Foreseen:
-    """A run's plan, intervals and cost after the first batch.
+    """The predicted plan, intervals and cost of a run after its first batch.
 
     Attributes:
         plan: the plan, with factors cut by the budget.
@@ -52,10 +52,10 @@ def calls_of(
 ) -> Calls:
     """Return the calls of the layers of a network in a pass of `examples` images.
 
-    There are none if the shape of an image is unknown, or the network reads values.
+    There are none if the shape of an image is unknown, or the network's code reads values.
 
     Args:
-        model: the network `name`, whose weights are lost.
+        model: the network `name`, which is moved to the meta device and loses its weights.
         image: the shape of an image, or the tokens of a window.
     """
     entry = models.network(name)

@@ -49,7 +49,7 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
     """
     _check_kinds(plan)
     groups: Groups = {}
-    traces: dict[str, bytes] = {}  # all are created first, so that a refused plan leaves no files
+    traces: dict[str, bytes] = {}  # created before any file, as a message can be unsupported
     for kind, (statistics, refresh) in KINDS.items():
         step = getattr(prediction, kind).stages if prediction else {}
         for rank in range(plan.ranks):
@@ -185,7 +185,7 @@ def field(number: int, value: int | str | bytes) -> bytes:
 
 
 def behind_length(content: bytes) -> bytes:
-    """Return bytes preceded by their number."""
+    """Return bytes preceded by their length."""
     return varint(len(content)) + content
 
 

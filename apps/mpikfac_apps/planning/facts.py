@@ -55,9 +55,9 @@ def near_root(ranks: int) -> int:
 
 
 def at_ranks(strategy: mpikfac.Strategy, ranks: int) -> mpikfac.Strategy:
-    """Return a strategy that uses the divisor near the root of the ranks instead of half of them.
+    """Return HYBRID-OPT with about as many workers as columns, and other strategies unchanged.
 
-    For an odd number of ranks, half is not a whole number of workers.
+    By default, half of the ranks are workers, which needs an even number of ranks.
     """
     if strategy.assignment != mpikfac.HybridOpt():
         return strategy

@@ -48,7 +48,7 @@ def json_file(text: str) -> Path:
 
 
 def trace_files(text: str) -> Path:
-    """Return the FILE of chakra:FILE, with which the names of traces begin.
+    """Return the FILE of chakra:FILE, the prefix of the traces' names.
 
     Raises:
         ValueError: the text has a different form, the file is a folder, or its folder does not
@@ -62,19 +62,19 @@ def trace_files(text: str) -> Path:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Print the communication plan of a model: who computes and sends what. No MPI.
+    """Print the communication plan of a model: who computes and sends what. MPI is not needed.
 
     Args:
         model: your own model, as FILE.py:FUNCTION; a network from timm, as timm:NAME; or a network
             by name.
         ranks: the number of ranks that train.
-        classes: the number of classes; null for 1000 with most timm networks and those for
-            ImageNet, for the number that your own model has, and for 10 with all other networks.
+        classes: the number of classes. null: 1000 for most timm networks and those for ImageNet,
+            the number that your own model has, and 10 for all other networks.
         batch_per_rank: the number of images per step on each rank, for the predictions of
             `machine`.
         export: chakra:FILE writes Chakra execution traces, one for each rank and kind of step,
-            FILE.ordinary.0.et etc.; null for none. With `machine`, traces also have the computing
-            stages.
+            FILE.ordinary.0.et etc.; null for none. With `machine`, traces also contain the
+            computing stages.
     """
 
     model: str = listed(MODELS)
@@ -88,10 +88,10 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class StrategiesOptions:
-    """List the published strategies, or describe one of them. No MPI.
+    """List the published strategies, or describe one of them. MPI is not needed.
 
     Args:
-        name: the strategy to describe: computation, messages, source; null lists all strategies.
+        name: the strategy to describe, with its computation, messages and source; null to list all.
     """
 
     name: str | None = positional(default=None)

@@ -1,4 +1,4 @@
-"""Print the communication plan of a model: who computes and sends what. No MPI.
+"""Print the communication plan of a model: who computes and sends what, without MPI.
 
 mpikfac plan --model resnet50 --ranks 64 --assignment hybrid-opt --assignment.grad_workers 8
 """
@@ -43,7 +43,7 @@ Sent = tuple[tuple[Kind, tuple[int, int, int]], ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan; return 0, or 2 after one line about invalid options."""
+    """Print the plan and return 0, or print a one-line error about an option and return 2."""
     return cli.run(PLAN.program, lambda: print_plan(PLAN.read(argv)))
 
 
@@ -68,7 +68,7 @@ def print_plan(options: PlanOptions) -> int:
 
 
 def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
-    """Return the plan of a training after the first batch.
+    """Return the plan of a run after the first batch.
 
     Raises:
         ValueError: options cannot be combined.
@@ -156,7 +156,7 @@ def grid(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def owners(plan: mpikfac.plan.Plan) -> list[str]:
-    """Return lines about the owners of the factors of each layer, or of the layers."""
+    """Return lines about the owners of each layer's factors, or of layers without factors."""
     if not plan.factors:
         columns = [f"{name} c{column}" for name, column in plan.columns_of.items()]
         return [
@@ -179,14 +179,14 @@ def owners_of(plan: mpikfac.plan.Plan, factors: Sequence[mpikfac.plan.FactorShap
 
 
 def brief_owners(plan: mpikfac.plan.Plan) -> Iterator[str]:
-    """Yield each layer with its owners, in two words."""
+    """Yield each layer with the owners of its factors, as text."""
     for layer in plan.layers:
         a, g = (owners_of(plan, layer.side(side)) for side in "AG")
         yield f"{layer.name} {a}" if a == g else f"{layer.name} {a}:{g}"
 
 
 def balance(plan: mpikfac.plan.Plan) -> list[str]:
-    """Return lines about the load of decompositions over ranks, and the bound on the speed-up."""
+    """Return lines about how evenly decompositions load ranks, and the bound on the speed-up."""
     works = {name: f.work() for name, f in plan.factors.items() if not f.preconditioner.vector}
     if not works:
         none = "factors are vectors" if plan.factors else "there are no factors"
@@ -243,7 +243,7 @@ def steps(plan: mpikfac.plan.Plan) -> Iterator[list[str]]:
     for title, *kind in kinds:
         sent = tuple(counted(plan.messages(rank, *kind)) for rank in looked_at(plan))
         before = told.setdefault(sent, title)
-        alike = f"{title}: the messages of {before!r}"
+        alike = f"{title}: the same messages as {before!r}"
         yield traffic(title, sent) if title == before or not any(sent) else [alike]
 
 
@@ -288,7 +288,7 @@ def kind_of(message: mpikfac.plan.Message) -> Kind:
 def sample_note(plan: mpikfac.plan.Plan) -> str:
     """Return a note about the sample if not all ranks are counted, otherwise ""."""
     looked = len(looked_at(plan))
-    return f" (of {looked} among {plan.ranks} ranks)" if looked < plan.ranks else ""
+    return f" ({looked} of {plan.ranks} ranks)" if looked < plan.ranks else ""
 
 
 def spread(sizes: Sequence[int]) -> tuple[str, str, str]:

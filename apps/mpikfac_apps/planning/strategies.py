@@ -1,4 +1,4 @@
-"""List the strategies by name, or describe one: computation, messages, source. No MPI.
+"""List the strategies by name, or describe the computation, messages and source of one.
 
 mpikfac strategies
 mpikfac strategies spd-kfac
@@ -15,11 +15,11 @@ from mpikfac_apps.planning.options import LIST
 from mpikfac_apps.text import show, table
 
 WIDTH = 96
-SHORT = 72  # characters of what a strategy does, in the list
+SHORT = 72  # maximum characters of a description in the list
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the list or a strategy; return 0, or 2 after one line about invalid options."""
+    """Print strategies and return 0, or print a one-line error about an option and return 2."""
     return cli.run(LIST.program, lambda: print_strategies(argv))
 
 
@@ -33,7 +33,7 @@ def print_strategies(argv: list[str] | None) -> int:
     if name is None:
         show([listing()])
     else:
-        mpikfac.get_strategy(name)  # tells which names are near an unknown one
+        mpikfac.get_strategy(name)  # the error about an unknown name suggests similar names
         show([paragraph(name), legend()])
     return 0
 
@@ -62,9 +62,9 @@ def legend() -> list[str]:
     text = (
         '"Sends" lists the bytes that a rank sends in a ring, in addition to averaging gradients: '
         "in steps with new factors + in a refresh + in every step. P ranks, w workers. 4F, 4T and "
-        "4V are the bytes of all factors as squares, as triangles and as vectors; 4N those of all "
-        "gradients, and 4R those of the thin matrices that replace them. K-FAC is one of several "
-        "preconditioners under these plans: shampoo, kl-shampoo and soap do not send factors (the "
+        "4V are the bytes of all factors as full matrices, as triangles and as vectors; 4N those "
+        "of all gradients, and 4R those of the thin matrices that replace them. K-FAC is one of "
+        "several preconditioners under these plans: shampoo, kl-shampoo and soap do not send "
         "first term); muon and normuon do not send bases (the second) either."
     )
     return textwrap.wrap(text, WIDTH)

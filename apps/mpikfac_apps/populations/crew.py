@@ -1,4 +1,4 @@
-"""The members that a rank trains, distributed over groups of ranks; the loop sees one trainer."""
+"""The members that a rank trains; the training loop treats them as a single trainer."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Crew:
         comm: the ranks of all members.
 
     Attributes:
-        problem: the problem of the members, whose test has the held-out images.
-        tests: the same problem with the test of the data set.
+        problem: the problem of the members, whose test uses the held-out images.
+        tests: the same problem with the test set of the data set.
         members: the rank's members by number.
-        leads: whether the rank represents its members.
+        leads: whether the rank represents its group.
         votes, steps, combined, nonfinite, trace: as in a trainer, for all members together.
     """
 
@@ -70,11 +70,11 @@ class Crew:
             generator = torch.Generator().manual_seed(mixed(seed, FIRST_NUMBERS, member))
             first = selection.first_numbers(numbers, options.population.spread, generator)
             first = first if member else numbers
-            log.info("member %d begins with %s", member, in_words(first))
+            log.info("member %d starts with %s", member, in_words(first))
             self.members[member] = Member(self.problem, member, first, self.trace)
 
     def step(self, step: int) -> list[tuple[Tensor, Tensor, int]]:
-        """Let all members take a step; return loss, sum of the measure and images of each."""
+        """Let all members take a step; return each one's loss, sum of the measure and images."""
         images, labels = self.problem.batches.get(*self.problem.calendar.place(step))
         taken = [(*m.step(step, images, labels), len(images)) for m in self.members.values()]
         self.steps += 1
@@ -147,8 +147,8 @@ def divided(
 ) -> tuple[Problem, Problem]:
     """Return the problem of the training images that are not held out, with two tests.
 
-    The test of the first problem has the held-out images, that of the second one those of the data
-    set.
+    The first problem is tested on the held-out images, and the second one on the data set's test
+    images.
 
     Collective over: comm.
 

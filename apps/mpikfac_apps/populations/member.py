@@ -25,7 +25,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Searched:
-    """A hyperparameter that the search changes; the library sees it as a schedule."""
+    """A hyperparameter that the search changes; for the library, it is a schedule."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -58,7 +58,7 @@ class Member:
     Collective over: the ranks of the member, as are all methods.
 
     Args:
-        problem: data, loss and test; members share the data.
+        problem: the data, the loss and the test; members share the data.
         number: the number of the member; the seed of the initial weights is `seed + number`.
         numbers: the initial values of the searched hyperparameters.
 
@@ -107,7 +107,7 @@ class Member:
         return rate * self.numbers.get("lr", usual) / usual
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Take a step, unless the member is lost; return loss and sum of the measure.
+        """Take a step, unless the member is lost; return the loss and the sum of the measure.
 
         A member is lost if its loss is not finite, or its trainer fails.
         """
@@ -127,13 +127,13 @@ class Member:
             except mpikfac.UserError as error:
                 if self.comm.size > 1:  # others may be blocked in a collective
                     raise
-                log.warning("a member is lost until the next selection: %s", error)
+                log.warning("a member stops until the next selection replaces it: %s", error)
                 self.lost = True
         with torch.no_grad():
             return loss.detach(), problem.task.measured(outputs, targets)
 
     def fitness(self) -> dict[str, float]:
-        """Return loss and measures of the held-out images; the loss of lost members is infinite."""
+        """Return loss and measures on the held-out images; a lost member's loss is infinite."""
         results = self.problem.evaluate(self.model)
         return results | ({"loss": torch.inf} if self.lost else {})
 

@@ -31,20 +31,22 @@ class Search:
         members: the number of networks. Each rank trains several members, or each group of ranks
             trains one.
         every: the number of steps from one selection to the next.
-        numbers: the hyperparameters that the search changes, "lr" or "damping"; null for both, and
-            for lr alone without K-FAC.
-        worst: the fraction of the members that a selection replaces; parents are drawn from the
-            best members, in the same number.
+        numbers: the hyperparameters that the search changes, "lr" or "damping"; null for both, or
+            only lr without K-FAC.
+        worst: the fraction of the members that a selection replaces; parents are drawn from equally
+            many of the best members.
         spread: the initial hyperparameters of a member are the options, multiplied or divided at
-            random by at most this factor. The first member uses the options.
-        explore: the factor by which a replaced member multiplies or divides each hyperparameter.
-        held_out: the number of training images, the last ones, with which members are judged
-            instead of trained.
-        crossover: a replaced member gets each layer from one of two parents, at random.
+            random by at most this factor. The first member uses the options unchanged.
+        explore: the factor by which each hyperparameter of a replaced member is multiplied or
+            divided.
+        held_out: the number of training images, the last ones, that are used to rank the members
+            and not to train them.
+        crossover: whether a replaced member gets each layer from one of two parents, at random.
         mutation: the size of the normal noise that is added to the weights of a replaced member,
             relative to the root mean square of a tensor.
-        near: the distance of weights below which members form a cluster, of which only the best
-            member is kept: the norm of the difference, relative to the mean norm. null for none.
+        near: the distance between weights below which members form a cluster, of which only the
+            best member is kept: the norm of the difference, relative to the mean norm. null for no
+            clusters.
     """
 
     members: int = bounded(4, ">= 2")
@@ -73,7 +75,7 @@ class PopulationOptions:
 
 
 def usual(_: type, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the defaults of a preconditioner for options that a user does not set."""
+    """Return the defaults of the chosen preconditioner for options that the user does not set."""
     return usual_values(Options, given)
 
 
@@ -91,7 +93,8 @@ def parse(argv: Sequence[str] | None, ranks: int) -> PopulationOptions:
     """Return the checked options of a command line, for a job of `ranks` ranks.
 
     Raises:
-        ValueError: an option is wrong; the message is one line with key, value and allowed values.
+        ValueError: an option is wrong; the message is one line with the key, the value and the
+            allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """
     options = POPULATION.read(argv)
@@ -109,7 +112,7 @@ def check(options: PopulationOptions, ranks: int) -> None:
     """Check for options that a population does not support.
 
     Raises:
-        ValueError: the text is one line with the option and a valid value.
+        ValueError: there is one; the message is one line with the option and a valid value.
     """
     members, names, train = options.population.members, options.population.numbers, options.train
     known = ("lr", "damping") if train.optimizer == "kfac" else ("lr",)

@@ -1,4 +1,4 @@
-"""The run of a population: steps of all members, tests, and selection."""
+"""Run a population: steps of all members, tests, and selection."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PopulationRun(Loop):
         first = next(iter(self.crew.members.values()))
         self._total = self.crew.problem.calendar.first(options.train.epochs)
         super().__init__(
-            *(comm, options.train, guard, cast(AnyTrainer, self.crew)),  # request for the same
+            *(comm, options.train, guard, cast(AnyTrainer, self.crew)),
             steps=min(self._total, options.train.max_steps or sys.maxsize),
             meter=Meter(comm, device),
             lr=first.lr,
@@ -98,14 +98,14 @@ class PopulationRun(Loop):
         return steps % self.population.population.every == 0 or steps == self._total
 
     def test_after(self, steps: int) -> None:
-        """Test the members on held-out images; select, or at the end test the best on test data."""
+        """Test the members on held-out images, then select; at the end, test the best one."""
         results = self.crew.gathered({n: m.fitness() for n, m in self.crew.members.items()})
         numbers = self.crew.gathered({n: m.numbers for n, m in self.crew.members.items()})
         lost = [member for member in results if not math.isfinite(results[member]["loss"])]
         if len(lost) == len(results):
             raise mpikfac.UserError(
-                f"all members are lost after step {steps}: no loss is finite; try a smaller "
-                f"lr={self.rate}, or another damping"
+                f"no member has a finite loss after step {steps}; try a learning rate below "
+                f"lr={self.rate}, or a different damping"
             )
         losses = {m: math.inf if m in lost else result["loss"] for m, result in results.items()}
         ranking = sorted(losses, key=losses.__getitem__)
@@ -180,7 +180,7 @@ class PopulationRun(Loop):
         log.info("member %d: test loss %.4f, %s", leader, tested["loss"], words)
 
     def summary(self) -> str:
-        """Return a line about networks, ranks and steps; not collective."""
+        """Return a line about the networks, ranks and steps; not collective."""
         train, members = self.population.train, self.population.population.members
         return (
             f"{members} members of {train.model} on {train.data.name} with {train.optimizer}; "

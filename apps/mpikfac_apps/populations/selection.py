@@ -1,6 +1,6 @@
 """Select and change members: which ones are replaced by which, and what a child inherits.
 
-These are pure functions: all ranks compute the same, on every number of ranks.
+These are pure functions: all ranks compute the same result, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def replacements(
 
     Args:
         ranking: the members, the best first.
-        lost: members that are replaced regardless of their rank; not the best one.
-        worst: the fraction of the members that is replaced, the last in the ranking.
-        crossover: the second parent is drawn from all members that are kept.
+        lost: members that are replaced regardless of their rank, unless one is the best.
+        worst: the fraction of the members, the last in the ranking, that is replaced.
+        crossover: whether the second parent is drawn from all members that are kept.
     """
     count = max(1, int(worst * len(ranking)))
     replaced = {*ranking[-count:], *lost} - {ranking[0]}
@@ -57,7 +57,7 @@ def drawn(members: Sequence[int], generator: torch.Generator) -> int:
 def explored(
     numbers: Mapping[str, float], factor: float, generator: torch.Generator
 ) -> dict[str, float]:
-    """Return the numbers, each multiplied or divided by the factor at random."""
+    """Return the hyperparameters, each multiplied or divided by the factor at random."""
     signs = (2 * torch.randint(2, (len(numbers),), generator=generator) - 1).tolist()
     return {name: value * factor**sign for (name, value), sign in zip(numbers.items(), signs)}
 
@@ -65,7 +65,7 @@ def explored(
 def first_numbers(
     numbers: Mapping[str, float], spread: float, generator: torch.Generator
 ) -> dict[str, float]:
-    """Return the numbers, each times a log-uniform factor between 1/spread and spread."""
+    """Return the hyperparameters, each times a log-uniform factor from 1/spread to spread."""
     draws = (2 * torch.rand(len(numbers), generator=generator, dtype=torch.float64) - 1).tolist()
     return {name: value * spread**draw for (name, value), draw in zip(numbers.items(), draws)}
 
@@ -78,8 +78,8 @@ def crossed(
 ) -> State:
     """Return a state in which each layer comes from one of two states, at random.
 
-    Weights, momentum and curvature of a layer stay together. Everything that belongs to no layer
-    comes from the first state.
+    The weights, momentum and curvature of a layer stay together. Everything that belongs to no
+    layer comes from the first state.
 
     Args:
         layers: the names of the modules with parameters.
@@ -99,7 +99,7 @@ def of_layer(item: str, layer: str) -> bool:
 def mutated(
     state: Mapping[str, Any], names: Collection[str], size: float, generator: torch.Generator
 ) -> State:
-    """Return a state with normal noise in the named tensors, of `size` times a tensor's RMS."""
+    """Return a state with normal noise, of `size` times a tensor's RMS, added to named tensors."""
     changed = dict(state)
     for name in sorted(names):
         weights = state[name]
@@ -113,11 +113,11 @@ def suppressed(ranking: Sequence[int], distances: Tensor, near: float) -> set[in
     """Return the members that have a better member in their cluster.
 
     Clusters start as single members; the two clusters with the smallest mean distance are joined as
-    long as it is less than `near`.
+    long as this distance is less than `near`.
 
     Args:
         ranking: the members, the best first.
-        distances: between members `[members, members]`.
+        distances: the distances between members `[members, members]`.
     """
     clusters = [[member] for member in sorted(ranking)]
     while len(clusters) > 1:

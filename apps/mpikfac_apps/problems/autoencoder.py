@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class Autoencoder(nn.Sequential):
     """A network from images `[n, channels, h, w]` to the logits of all pixels `[n, pixels]`.
 
-    The encoder has `widths` units per layer, and the decoder mirrors it. Hidden units are tanh, the
-    code is linear. Biases start at 0.
+    The encoder has `widths` units per layer, and the decoder mirrors it. Hidden units use tanh, and
+    the code is linear. Biases are initialised to 0.
 
     Args:
         pixels: the number of pixels of an image, over all channels.

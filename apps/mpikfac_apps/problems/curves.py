@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SIDE = 28  # pixels
-POINTS = 128  # of a curve; less than a pixel apart
+POINTS = 128  # per curve; less than a pixel apart
 INK = 1.5  # pixels from a curve to the end of its ink
 MARGIN = 4  # pixels around the three points: the curve between the points needs 12 % more room
 CHUNK = 2048  # images at a time

@@ -32,10 +32,10 @@ from mpikfac_apps.problems.language import corpus
 from mpikfac_apps.problems.volumes import crops
 from mpikfac_apps.text import is_own
 
-CIFAR_RECORDS = 10_000  # in a file; the training file of CIFAR-100 has 5 times as many
+CIFAR_RECORDS = 10_000  # per file; the training file of CIFAR-100 has 5 times as many
 CIFAR_PIXELS = 3 * 32 * 32
 CIFAR_LIMIT = 2**25  # bytes for this many records; the published files have 31 million
-CIFAR_INSTRUCTIONS = 2**16  # of a pickle of this many records; published files: about 40,000
+CIFAR_INSTRUCTIONS = 2**16  # in a pickle of this many records; published files have about 40,000
 LUMA = (299, 587, 114)  # thousandths of red, green and blue in grey (ITU-R BT.601)
 TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
 
@@ -97,7 +97,7 @@ class Dataset:
         classes: the number of classes; 0 if images have no labels, and all labels are 0. For a
             text, 256.
         white: the byte of a white pixel.
-        about: a line about data that differ between machines.
+        about: a line that describes the data, for data that differ between machines.
     """
 
     train_images: Tensor
@@ -176,7 +176,7 @@ def _check_count(key: str, count: int | None, images: int, name: str) -> None:
 
 
 def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
-    """Return 1,797 handwritten digits of 8x8 pixels; every fifth of a class is for the test (360).
+    """Return 1,797 handwritten digits, 8x8 pixels; every fifth of a class (360) is for the test.
 
     `load` uses the first `images`.
     """
@@ -200,7 +200,7 @@ def unlabelled(train: Tensor, test: Tensor) -> Dataset:
 
 
 def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> Dataset:
-    """Return noise around a 4x4 pattern per class, for experiments; 1 in 5 is for the test."""
+    """Return noise around a 4x4 pattern per class, for experiments; one in five is for the test."""
     images, channels = images or 1024, 3
     generator = torch.Generator().manual_seed(0)
     total = images + max(1, images // 4)
@@ -274,7 +274,7 @@ def patches(path: str, images: int | None = None, size: int = 28) -> Dataset:
     """Return a grey patch of each CIFAR-10 photo, at a random position.
 
     Raises:
-        ValueError: photos have fewer pixels.
+        ValueError: the photos are smaller than `size`.
     """
     photos = cifar(path, images)
     side = photos.train_images.shape[-1]
@@ -457,7 +457,7 @@ DATASETS = {
     "packed": of_files(
         packed.listed,
         takes=("path", "size", "workers", "max_broken_images", "cache"),
-        needs=("path", "a file of mpikfac pack"),
+        needs=("path", "a file written by mpikfac pack"),
     ),
     "text": Source(text, channels=0, size=64, classes=256, holds=("text",), takes=("path", "size")),
     "volume": Source(

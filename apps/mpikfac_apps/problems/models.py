@@ -99,8 +99,8 @@ def autoencoder(side: int, widths: Sequence[int], draw: Callable[[Tensor], Tenso
     return NetworkEntry(make, (1, side, side), fixed=True, task=RECONSTRUCTION)
 
 
-# The variance is 25 / (9 inputs). With Glorot's, signals shrink after the short code, and the
-# autoencoder of 12 layers stays on a plateau.
+# The variance is 25 / (9 inputs). With Glorot's variance, signals shrink after the short code, and
+# the autoencoder with 12 layers stays on a plateau.
 TANH = partial(nn.init.kaiming_normal_, nonlinearity="tanh")
 SMALL_VIT = {"size": 32, "patch": 4, "width": 96, "depth": 6, "heads": 3}
 
@@ -144,7 +144,8 @@ def network(name: str) -> NetworkEntry:
     """Return the entry of a network: from `MODELS`, a file, or timm.
 
     Raises:
-        ValueError: no network has that name, the file raises, or timm is not installed; one line.
+        ValueError: no network has that name, the file raises an error, or timm is not installed;
+            the message is one line.
     """
     if name in MODELS:
         return MODELS[name]
@@ -180,7 +181,7 @@ def build(name: str, classes: int | None = None, channels: int | None = None) ->
 
 
 def skeleton(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
-    """Return a network for its shapes, without memory for values unless the network reads them.
+    """Return a network for its shapes, without memory for values unless its code reads them.
 
     Raises:
         ValueError: see `build`.
@@ -189,7 +190,7 @@ def skeleton(name: str, classes: int | None = None, channels: int | None = None)
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             return _made(entry, classes, channels)
-    except ValueError:  # raised by a function that reads values, or by every call
+    except ValueError:  # raised by a function that reads values, or by any call of it
         return _made(entry, classes, channels)
 
 

@@ -210,7 +210,7 @@ def torchvision_of(version: str) -> str:
     package = f"torchvision==0.{int(numbers[1]) + 15}.{numbers[2]}" if numbers else "torchvision"
     if re.fullmatch(r"cpu|xpu|cu\d+|rocm[\d.]+", build):
         return f"{package} --extra-index-url https://download.pytorch.org/whl/{build}"
-    return f"{package}, of the build of torch {version}"
+    return f"{package}, in the same build as torch {version}"
 
 
 # -- inputs and outputs ----------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Task:
             and variance 1 ("normal").
         dimensions: the number of dimensions of an example's positions over which the loss averages;
             0 if an example has a single loss.
-        further: what a test measures in addition to the measure.
+        further: other quantities that a test measures, by name.
         per_class: the number of values per class from which the measure is computed; 0 if it is a
             mean itself.
         value: returns the measure, from the means of its values over all examples.
@@ -117,7 +117,7 @@ def classes_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as al
 
 
 def bits(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Return the bits of a token `[n, positions]`: mean over positions, sum over windows.
+    """Return the bits per token `[n, positions]`, averaged over positions, summed over windows.
 
     Args:
         scores: `[n, classes, positions]`.
@@ -144,10 +144,10 @@ def overlaps(scores: Tensor, classes: Tensor) -> Tensor:
 def dice(means: Sequence[float]) -> float:
     """Return the Dice coefficient 2 |A and B| / (|A| + |B|), the mean over classes above 0.
 
-    All volumes are treated as one. A class without voxels in A and B is ignored.
+    All volumes are treated as one. A class with no voxels in A or B is ignored.
 
     Args:
-        means: the counts of `overlaps`, averaged over volumes.
+        means: the counts returned by `overlaps`, averaged over volumes.
     """
     both, sizes = np.split(np.asarray(means), 2)
     here = sizes[1:] > 0

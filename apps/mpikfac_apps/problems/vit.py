@@ -11,7 +11,7 @@ class Attention(nn.Module):
     """Self-attention with several heads; a single linear layer computes query, key and value.
 
     Args:
-        causal: a position attends to itself and earlier positions only.
+        causal: whether a position attends only to itself and earlier positions.
     """
 
     def __init__(self, width: int, heads: int, causal: bool = False) -> None:
@@ -41,7 +41,7 @@ class EncoderBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """A transformer of patches as tokens; class scores of the mean token [Beyer et al. 2022]."""
+    """A transformer on patches that classifies their mean token [Beyer et al. 2022]."""
 
     def __init__(
         self, classes: int, channels: int, size: int, patch: int, width: int, depth: int, heads: int

@@ -1,1 +1,1 @@
-"""Recommendation: clicks with categories, embedding tables distributed over ranks, training."""
+"""Recommendation: clicks with categories, distributed embedding tables, and training."""

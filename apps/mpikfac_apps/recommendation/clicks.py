@@ -29,8 +29,8 @@ class Clicks:
     """Store examples in chronological order.
 
     Attributes:
-        numbers: `[examples, numbers]`, for the first layers.
-        categories: a row of each table `[examples, tables]`.
+        numbers: the numerical features `[examples, numbers]`.
+        categories: the index of a row in each table `[examples, tables]`.
         labels: 1 for a click, 0 for none `[examples]`.
         sizes: the number of rows of each table, by name.
     """
@@ -42,11 +42,11 @@ class Clicks:
 
 
 def read(name: str | None, buckets: int) -> Clicks:
-    """Return the clicks of a file: ".inter" is MovieLens, any other suffix Criteo's format.
+    """Return the clicks in a file: MovieLens with the suffix .inter, else Criteo's format.
 
     Args:
         name: a path; None for MovieLens-100k in the package recbole.
-        buckets: the number of rows of a table of Criteo.
+        buckets: the number of rows of each table for Criteo's format.
 
     Raises:
         ValueError: the file cannot be read, or has a different format.
@@ -73,7 +73,7 @@ def packaged() -> Path:
     package = importlib.util.find_spec("recbole")
     if package is None or package.origin is None:
         raise ValueError(
-            "data=null needs MovieLens-100k of the package recbole: "
+            "data=null needs MovieLens-100k from the package recbole; run "
             "pip install --no-deps recbole, or set data=FILE"
         )
     return Path(package.origin).parent / RATINGS
@@ -121,7 +121,7 @@ def movielens(path: Path) -> Clicks:
 
 
 def listed(path: Path, *columns: str) -> Iterator[Row]:
-    """Yield the rows of a RecBole file by names of columns; "age:token" is "age".
+    """Yield the rows of a RecBole file by column name; "age:token" becomes "age".
 
     Raises:
         ValueError: one of the `columns` is missing.
@@ -134,12 +134,12 @@ def listed(path: Path, *columns: str) -> Iterator[Row]:
 
 
 def known(path: Path, key: str) -> dict[str, Row]:
-    """Return the rows of a file by a column; empty if there is no file."""
+    """Return the rows of a file by the values of a column; empty if there is no file."""
     return {row[key]: row for row in listed(path, key)} if path.exists() else {}
 
 
 def earlier(values: Sequence[str], counted: Sequence[bool]) -> list[int]:
-    """Return, for each value, how often it has occurred, and how often as a click, before it."""
+    """Return, for each value, how often it has occurred before among the `counted` values."""
     seen, counts = Counter[str](), []
     for value, counts_too in zip(values, counted):
         counts.append(seen[value])
@@ -153,7 +153,7 @@ def earlier(values: Sequence[str], counted: Sequence[bool]) -> list[int]:
 def criteo(path: Path, buckets: int) -> Clicks:
     """Return the rows of a file in order: a label, 13 counts and 26 hexadecimal categories.
 
-    A table has one row for missing categories, and hashes the others.
+    A table has one row for missing categories; the other categories are hashed to its other rows.
     """
     rows = []
     for number, row in enumerate(rows_of(path), 1):
@@ -171,7 +171,7 @@ def criteo(path: Path, buckets: int) -> Clicks:
 
 
 def parsed(row: Sequence[str], buckets: int) -> tuple[float, list[float], list[int]]:
-    """Return the label, the counts and the rows of tables of a row.
+    """Return a row's label, its counts, and the indices of its rows in the tables.
 
     Raises:
         ValueError: the row has a different number of columns, or a column is not a number.
@@ -184,7 +184,7 @@ def parsed(row: Sequence[str], buckets: int) -> tuple[float, list[float], list[i
 
 
 def finite(number: str) -> float:
-    """Return a number of a file.
+    """Return a number from a file.
 
     Raises:
         ValueError: it is not a number, or not finite.
@@ -209,7 +209,7 @@ def rows_of(path: Path) -> Iterator[list[str]]:
                 raise ValueError(f"row {number} must have {columns} columns, not {len(row)}")
             yield row
         if not columns:
-            raise ValueError("it must have rows")
+            raise ValueError("it must have at least one row")
 
 
 def tensor(values: Sequence[float] | np.ndarray) -> Tensor:

@@ -1,4 +1,4 @@
-"""The layers of a DLRM: for numerical features, products of all pairs, and for the products."""
+"""The layers of a DLRM, for numerical features and for the products of all pairs of vectors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Dlrm(nn.Module):
         numbers: the number of numerical features per example.
         tables: the number of tables.
         width: the number of elements per row.
-        bottom: the widths of the hidden layers of the numerical features.
-        top: the widths of the hidden layers of the products.
+        bottom: the widths of the hidden layers for the numerical features.
+        top: the widths of the hidden layers for the products.
     """
 
     def __init__(

@@ -21,8 +21,8 @@ FORWARD, BACKWARD = names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIE
 class Tables:
     """Embedding tables, each on one rank; ranks send row indices and receive rows.
 
-    Tables are placed largest first, on the rank with the fewest rows. The owner steps a table by
-    Adagrad [Duchi et al. 2011], only for the rows used in the batch.
+    Tables are placed largest first, on the rank with the fewest rows. The owner steps a table with
+    Adagrad [Duchi et al. 2011], which updates only the rows used in the batch.
 
     Collective over: comm.
 
@@ -33,7 +33,7 @@ class Tables:
         trace: counts the bytes of the exchanges.
 
     Attributes:
-        owners: the rank of each table, by name.
+        owners: the rank that owns each table, by the table's name.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Tables:
         return asked, [self._counts[member] * share for share in shares]
 
     def _looked_up(self, wanted: Tensor, shares: Sequence[int]) -> Tensor:
-        """Return rows of the rank's tables, for each rank table by table."""
+        """Return rows of the rank's tables: rank by rank, and for each rank table by table."""
         count = len(self._first)
         blocks = wanted.split([count * share for share in shares])
         by_table = torch.cat([b.view(count, share) for b, share in zip(blocks, shares)], 1)
@@ -112,7 +112,7 @@ class Tables:
 
     def step(self) -> None:
         """Step the rows of the rank's tables that have gradients; not collective."""
-        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # else torch warns
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # otherwise, torch warns
             self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -1,4 +1,4 @@
-"""Train a DLRM, with embedding tables distributed over ranks and K-FAC for the layers.
+"""Train a DLRM with embedding tables distributed over ranks, and with K-FAC for the layers.
 
     pip install --no-deps recbole
     mpirun -n 2 mpikfac train-recommendation --run_dir runs/movies
@@ -40,13 +40,13 @@ class RecommendationOptions(ProgramOptions):
     """Train a DLRM on clicks; ranks own the embedding tables.
 
     Args:
-        data: the file of clicks in chronological order: ratings of RecBole (.inter), or rows in
-            Criteo's format. null for MovieLens-100k of the package recbole.
-        buckets: the number of rows of a table of Criteo, to which categories are hashed.
-        tested: the last fraction of the clicks, for the test.
+        data: a file of clicks in chronological order: ratings in RecBole's format (.inter), or rows
+            in Criteo's format. null for MovieLens-100k from the package recbole.
+        buckets: with Criteo's format, the number of rows per table, to which categories are hashed.
+        tested: the fraction of the clicks, the last ones, that are used for the test.
         width: the number of elements in a row of a table.
-        bottom: the widths of the hidden layers of the numerical features.
-        top: the widths of the hidden layers of the products.
+        bottom: the widths of the hidden layers for the numerical features.
+        top: the widths of the hidden layers for the products.
         batch: the number of clicks in a step, on all ranks together.
         table_lr: the learning rate of Adagrad for the tables.
     """
@@ -96,12 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Recommendation(Work):
-    """A DLRM, and clicks.
+    """A DLRM that is trained on clicks.
 
     Collective over: comm, as are all methods.
 
     Raises:
-        UserError: the data cannot be read, or do not match the options.
+        UserError: the data cannot be read, or does not match the options.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Recommendation(Work):
         trace = mpikfac.Trace()
         sizes = data.numbers.shape[1], len(data.sizes), options.width
         self.model = Dlrm(*sizes, options.bottom, options.top).to(device)
-        # Factors of all examples do not depend on the number of ranks.
+        # Factors from all examples do not depend on the number of ranks.
         every = mpikfac.Estimator(subsample=1)
         self.trainer = trainer_of(comm, self.model, options, estimator=every, trace=trace)
         self.tables = Tables(
@@ -205,8 +205,8 @@ def standardised(numbers: Tensor, trained: int) -> Tensor:
 def area(scores: np.ndarray, labels: np.ndarray) -> float:
     """Return the area under the curve of hits over false alarms; NaN if all labels are equal.
 
-    It is the fraction of pairs of a click and another example in which the click has the higher
-    score; equal scores count as a half [Hanley & McNeil 1982].
+    It is the fraction of pairs of a click and an example without a click in which the click has the
+    higher score; equal scores count as a half [Hanley & McNeil 1982].
     """
     _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]  # from 1; equal scores get the mean

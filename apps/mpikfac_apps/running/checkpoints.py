@@ -1,4 +1,4 @@
-"""Write checkpoints of a run, survive failed writes, and find the checkpoint of a run."""
+"""Write checkpoints of a run, survive failed writes, and find the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Saver:
     Collective over: comm, as are all methods.
 
     Attributes:
-        step: the step of the last checkpoint started or resumed from; -1 if it failed.
+        step: the step of the last checkpoint that was started or resumed from; -1 if it failed.
     """
 
     def __init__(self, comm: mpikfac.comm.Comm, root: Path, guard: Guard) -> None:
@@ -99,7 +99,7 @@ class Saver:
         )
 
     def abandon(self) -> None:
-        """Drop the pending checkpoint, because lost ranks' parts can be missing; not collective."""
+        """Drop the pending checkpoint, as lost ranks' parts may be missing; not collective."""
         self._guard.end_write()
         self._writer.abandon()
 
@@ -112,7 +112,7 @@ class Saver:
         root = self._writer.root
         bare = self._writer.comm.bcast(self.step >= 0 and not any(root.glob("step-*")))
         if bare:
-            log.warning("%s was emptied or removed during the run; created again", root)
+            log.warning("%s was emptied or removed during the run, and is created again", root)
         return bool(bare)
 
     def _failed(self, error: mpikfac.UserError, last: bool) -> None:
@@ -126,12 +126,12 @@ class Saver:
         self._guard.requests.saved(self._guard.clock() - self._began)
         if isinstance(error, mpikfac.RanksDifferError):
             raise mpikfac.UserError(
-                f"{error}; the run ends, because ranks that differ stay different; restart it "
-                f"with --resume auto to continue from the last checkpoint"
+                f"{error}; the run ends, because the ranks would stay different; restart it with "
+                f"--resume auto to continue from the last checkpoint"
             ) from error
         if last:
             raise error
-        log.warning("%s; training continues, and the next one is tried when it is due", error)
+        log.warning("%s; training continues, and the next checkpoint is written when due", error)
 
 
 def open_checkpoint(
@@ -165,14 +165,14 @@ def root(options: RunOptions) -> Path:
 
 
 def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]:
-    """Return the training time, the size of metrics.jsonl, and the lines of metrics that waited.
+    """Return the training time, the size of metrics.jsonl, and its lines that were not written.
 
     Raises:
         ValueError: an item has a different form.
     """
     items = {name: checkpoint.get(name, "") for name in RECORDS}
     if not files.has_form(items, RECORDS) or not all(items[name] >= 0 for name in list(items)[:2]):
-        raise ValueError(f"items {', '.join(RECORDS)} must be two numbers of at least 0 and a text")
+        raise ValueError(f"items {', '.join(RECORDS)} must be two numbers >= 0 and a string")
     seconds, size, waiting = items.values()
     return seconds, size, waiting
 
@@ -186,4 +186,4 @@ def check_steps(steps: int, named: int, end: int, limit: str) -> None:
     if steps != named:
         raise ValueError(f"item 'trainer/steps' is {steps}; the manifest has step {named}")
     if steps > end:
-        raise ValueError(f"it is of step {steps}; this run ends at step {end}: raise {limit}")
+        raise ValueError(f"it has step {steps}, but this run ends at step {end}; raise {limit}")

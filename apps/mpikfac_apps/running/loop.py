@@ -185,7 +185,7 @@ class Loop(ABC):
         if not stopped and self.votes.troubled():
             raise mpikfac.UserError(
                 f"a value of step {steps}, the last step, was not finite, so no checkpoint is "
-                f"written; try a smaller lr={self.rate}"
+                f"written; try a smaller lr than {self.rate}"
             )
         self.guard.requests.ignore_signals()
         self.save(last=True)
@@ -196,14 +196,14 @@ class Loop(ABC):
             mpikfac.checkpoint.note_end(checkpoints.root(self.options))
         if self.record:
             self.record.close()
-        self.comm.Barrier()  # while the watchdog runs: MPI would wait for a stuck rank forever
+        self.comm.Barrier()  # while the watchdog runs, as MPI would wait for a stuck rank forever
         if not stopped:
             log.info("complete after %d steps, %.1f s", steps, seconds)
             return 0
         why = self.guard.requests.reason or "another rank received a request"
         code = self.options.exit_code
         # Open MPI reports every code except 0 as a failure.
-        note = f"; code {code} is intended, whatever the launcher prints below" if code else ""
+        note = f"; exit code {code} is intended, whatever the launcher prints below" if code else ""
         log.info("stopped after %d steps (%s); --resume auto continues%s", steps, why, note)
         return code
 

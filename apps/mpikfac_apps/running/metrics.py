@@ -33,7 +33,8 @@ class Meter:
     ) -> None:
         self.comm, self.alone = comm, alone
         self.loss = math.nan
-        # Summed loss and measures, images: on this rank now, and on all ranks at the last call.
+        # Sums of the loss and the measures, and the number of images: of this rank up to now, and
+        # of all ranks up to the last call.
         self._here = torch.zeros(measures + 2, dtype=torch.float64, device=device)
         self._reported = torch.zeros(measures + 2, dtype=torch.float64)
 
@@ -109,7 +110,7 @@ def _means(sums: Tensor) -> list[float]:
 
 
 def mean_staleness(counts: Mapping[int, int]) -> float:
-    """Return the mean staleness of updates, from the number of updates of each staleness."""
+    """Return the mean staleness of updates, from the number of updates with each staleness."""
     return sum(k * n for k, n in counts.items()) / max(1, sum(counts.values()))
 
 
@@ -127,11 +128,11 @@ def staleness_line(counts: Sequence[Mapping[int, int]]) -> str:
     """Return a line about the staleness of the updates of each client."""
     clients = (
         f"client {number}: mean {mean_staleness(histogram):.2f} ("
-        + ", ".join(f"{updates} of {staleness}" for staleness, updates in histogram.items())
+        + ", ".join(f"{updates} with {staleness}" for staleness, updates in histogram.items())
         + ")"
         for number, histogram in enumerate(counts)
     )
-    return f"staleness of updates; {'; '.join(clients)}"
+    return f"staleness of updates: {'; '.join(clients)}"
 
 
 class Speed:

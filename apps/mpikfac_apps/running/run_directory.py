@@ -71,7 +71,7 @@ class LogFile(logging.Handler):
         with suppress(OSError):  # for example on a full disk, or because the folder has moved
             if not files.names(self._path, self._file):
                 self._file = self._opened(self._path)
-        with suppress(OSError):  # the line stays in the buffer, and is retried
+        with suppress(OSError):  # the line stays in the buffer, and is written later
             self._file.write(line)
             self._file.flush()
 
@@ -80,7 +80,7 @@ class LogFile(logging.Handler):
 
 
 def start_log(writer: str = "") -> logging.handlers.MemoryHandler:
-    """Send the log to the screen; the returned handler keeps it for the file that follows.
+    """Send the log to the screen; the returned handler keeps it for the file that is opened later.
 
     Args:
         writer: precedes each line on the screen.
@@ -178,7 +178,7 @@ class RunProgress:
     """Show the progress of a run: a bar on a terminal, otherwise a line in the log every 30 s.
 
     Args:
-        first: the number of steps completed by earlier starts.
+        first: the number of steps that earlier starts have completed.
         last: the number of steps of the whole run.
         epochs: returns the epochs before a step; epochs take about equally long.
     """
@@ -217,7 +217,7 @@ def on_terminal() -> bool:
     """Return whether stderr is a terminal.
 
     Under mpirun, the rank's own streams do not show this: Open MPI makes stderr a pipe, and stdout
-    a terminal even in a batch job. The stderr of mpirun itself decides then.
+    a terminal even in a batch job. Then the stderr of mpirun itself is decisive.
     """
     if sys.stderr.isatty() or not any(name in os.environ for name in LAUNCHER_VARIABLES):
         return sys.stderr.isatty()

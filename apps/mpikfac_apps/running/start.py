@@ -33,12 +33,12 @@ def start(
 
     Args:
         parse: creates the options on rank 0, from the number of ranks.
-        of_run: returns the options of the run directory, the end and the device.
+        of_run: returns the options about the run directory, the end of the run, and the device.
         make: creates the loop on every rank; collective.
         config: returns all options as in a YAML file.
 
     Raises:
-        SystemExit: code 2 after a single line about a mistake that the user can correct.
+        SystemExit: with code 2, after a single line about an error that the user can correct.
     """
 
     def work(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:

@@ -29,7 +29,7 @@ class StepVotes:
         asked: returns the sums of votes over all groups of ranks; collective.
 
     Attributes:
-        troubles: the number of values that were not finite, on all ranks, up to the last votes.
+        troubles: the number of values that were not finite, on all ranks, as of the last votes.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class StepVotes:
         self._comm, self._options = comm, options
         self._guard, self._saver = guard, saver
         self._trainer, self._call_meeting, self._asked = trainer, call_meeting, asked
-        self._due = False  # a checkpoint, by the number of steps
-        self._own_troubles = 0  # of this rank, before the step
+        self._due = False  # whether a checkpoint is due by the number of steps
+        self._own_troubles = 0  # this rank's number, before the step
         self._losses = torch.zeros(()), torch.zeros(())
-        self._troubled = False  # the step before
+        self._troubled = False  # whether the previous step had a value that was not finite
         self.troubles = 0
 
     def cast(self) -> None:
@@ -78,7 +78,7 @@ class StepVotes:
     def follow(self, save: Callable[[], None]) -> bool:
         """Follow the requests of all ranks; return whether the run must stop.
 
-        Between two exchanges of weights, requests wait, because votes are those of this rank alone.
+        Between two exchanges of weights, requests wait, because a rank knows only its own votes.
 
         Collective over: world.
 
@@ -126,5 +126,5 @@ class StepVotes:
         return any(self._asked([int(troubled)]))
 
     def decompositions(self) -> int:
-        """Return the decompositions of all ranks since the start; not collective."""
+        """Return the number of decompositions on all ranks since the start; not collective."""
         return round(self._trainer.votes[DECOMPOSITIONS].item() * self._comm.size)

@@ -19,8 +19,8 @@ class MetricsFile:
     """The open metrics.jsonl of a run; lines that cannot be written wait in memory.
 
     Args:
-        kept_bytes: length of the part of an earlier file up to the checkpoint to resume from; the
-            rest is cut off.
+        kept_bytes: the length of an earlier file at the checkpoint to resume from; the rest is cut
+            off.
         waiting: lines that waited in memory when the checkpoint was written.
 
     Raises:
@@ -79,7 +79,7 @@ class MetricsFile:
             self._file = file
             if removed:
                 counted, self._waiting = 0, content + self._waiting
-            log.warning("metrics.jsonl was removed or replaced during the run; created again")
+            log.warning("metrics.jsonl was removed or replaced during the run; it is created again")
         self._mend(counted)
 
     def _mend(self, counted: int) -> None:
@@ -99,7 +99,7 @@ class MetricsFile:
             return file.read()
 
     def _end(self) -> int:
-        """Return the bytes on disk; those last known if the disk does not answer."""
+        """Return the bytes on disk, or the last known number if the disk does not respond."""
         with suppress(OSError):
             self._bytes = self._file.seek(0, os.SEEK_END)
         return self._bytes

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from mpikfac_apps.tracking.start import Start
 
-AT_ONCE = 100  # the maximum number of values in a message to MLflow
+AT_ONCE = 100  # the maximum number of values in a request to MLflow
 
 
 class TensorBoard:

@@ -26,11 +26,11 @@ class Start:
 
     @cached_property
     def id(self) -> str:
-        """A unique text of 32 digits, the same at every start in the directory.
+        """A unique string of 32 hexadecimal digits, the same at every start in the directory.
 
         Raises:
             OSError: the file RUN/tracking_id cannot be read or written.
-            ValueError: the file contains a different text.
+            ValueError: the file contains something else.
         """
         path = self.directory / "tracking_id"
         try:
@@ -38,5 +38,5 @@ class Start:
         except FileNotFoundError:
             files.write_text(path, text := uuid.uuid4().hex)
         if not re.fullmatch("[0-9a-f]{32}", text):
-            raise ValueError(f"{path} is damaged; delete the file: it has a different form")
+            raise ValueError(f"{path} is damaged: it must contain 32 hexadecimal digits; delete it")
         return text

@@ -29,7 +29,7 @@ log = logging.getLogger("mpikfac.train")
 class Tracker(Protocol):
     """Receive the metrics of a run, on rank 0.
 
-    A function is a tracker, too: `close` can be missing.
+    `close` is optional, so a function is a tracker, too.
     """
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
@@ -90,7 +90,7 @@ def check(names: Sequence[str]) -> None:
 
 
 def opened(name: str, start: Start) -> Tracker:
-    """Return a tracker, started.
+    """Start a tracker, and return it.
 
     Raises:
         ValueError: the tracker cannot start, or the user's function does not return a function.

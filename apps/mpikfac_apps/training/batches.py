@@ -1,6 +1,6 @@
 """Select the images of a rank: its part of each batch, their order and augmentation.
 
-`Batches` holds whole tensors, `FileBatches` reads images from files; both have the same methods.
+`Batches` holds whole tensors, and `FileBatches` reads images from files, with the same methods.
 
 Order and augmentation depend only on (seed, epoch, position in the epoch). The global batches are
 the same for every number of ranks, and each rank gets a contiguous part of every batch.
@@ -28,7 +28,7 @@ from mpikfac_apps.training.augmentation.moves import Augmentation, augmented
 from mpikfac_apps.training.calendar import Calendar
 
 SEEN = 1024  # the number of images in files from which the mean and variance of pixels are computed
-ROOM = 128  # the minimum capacity for images in files, regardless of the batch
+ROOM = 128  # the minimum capacity for images in files, whatever the batch size
 WORKERS = 2  # processes per rank
 
 
@@ -69,7 +69,7 @@ def counted(images: Tensor) -> Tensor:
 
 
 def unit(images: Tensor, white: int) -> Tensor:
-    """Return bytes as floats between 0 and 1, which stands for `white`."""
+    """Return bytes as floats between 0 and 1, where `white` becomes 1."""
     return images.float().div_(white)
 
 
@@ -95,7 +95,7 @@ class Batches:
         labels: int64 `[n]`.
         batch: the number of images per step on all ranks together, possibly by epoch; a multiple of
             `ranks`.
-        augment: shifts images over black pixels, and mirrors half of them; None for neither.
+        augment: how images are shifted over black pixels and mirrored; None for neither.
         tested: images and labels of the rank's part of the test set, like `images` and `labels`.
 
     Attributes:

@@ -71,7 +71,7 @@ class Calendar:
         return span.epoch + (step - span.step) / span.steps
 
     def clock(self, step: int) -> int:
-        """Return the step at which a run with the batch size of epoch 0 has as many epochs.
+        """Return the step with the same number of epochs in a run with the batch size of epoch 0.
 
         Learning rate schedules use it, so that they depend on epochs, not on the batch size.
         """

@@ -18,11 +18,11 @@ KINDS = {
     "lengths of rows": ("kfac/rows/",),
     "momenta": (MOMENTA,),
 }
-"""The state of preconditioners: a description, and the prefixes of the items' names."""
+"""The states of preconditioners: descriptions, and prefixes of the items' names."""
 
 
 def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
-    """Estimate the MB of a checkpoint: weights, momentum, triangles of factors, bases, scales.
+    """Estimate the MB of a checkpoint of weights, momentum, factors' triangles, bases, scales.
 
     Args:
         tensors_per_weight: the number of values per weight: the weight itself and its averages.
@@ -80,9 +80,9 @@ def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
     now = options.momentum if options.momentum_of_gradients else 0.0
     if not now and any(name.startswith(MOMENTA) for name in items):
         raise ValueError(
-            f"it has momenta of gradients, which optimizer={options.optimizer} does not continue; "
-            f"use optimizer=kfac, kfac.momentum_of=gradients and momentum above 0 as before, or "
-            f"start a new run with resume=never in another run_dir"
+            f"it contains gradient momentum, which optimizer={options.optimizer} cannot continue; "
+            f"use optimizer=kfac, kfac.momentum_of=gradients and momentum > 0, as before, or start "
+            f"a new run with resume=never and a different run_dir"
         )
     for name in items:
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")

@@ -31,7 +31,7 @@ class Restart:
         ranks: the number of ranks of the first start; a restart on a different number keeps batch
             and learning rate.
         checkpoint: the checkpoint to resume from; None at step 0.
-        images: the checksums of the images, as far as the checkpoint contains them.
+        images: the checksums of the images that the checkpoint contains.
     """
 
     options: Options
@@ -84,7 +84,7 @@ def find_restart(world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Opt
         options = settings.follow(options, saved, comm.size)
         images = {key: saved[key] for key in CHECKSUMS if key in saved}
         if (threads := torch.get_num_threads()) != saved["threads"]:
-            log.info("started with threads=%d, now %d: bits may differ", saved["threads"], threads)
+            log.info("threads=%d at first, now %d: rounding may differ", saved["threads"], threads)
         before = settings.of_saved(saved, checkpoint.path)
         _report(checkpoint, before, resolved(options, comm.size))
     return Restart(replace(options, batch_per_rank=None), saved["ranks"], checkpoint, images)

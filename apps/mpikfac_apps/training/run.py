@@ -76,7 +76,7 @@ class Run(Loop):
     ) -> None:
         comm = team.trains
         early_log = run_directory.start_log(groups.writer(options)) if comm.rank == 0 else None
-        restart = find_restart(world, comm, options)  # not stored: it holds the checkpoint's bytes
+        restart = find_restart(world, comm, options)  # not kept: it holds the checkpoint's bytes
         options, self.begun_on = restart.options, restart.ranks
         self.team = team
         self.problem = problem = Problem(comm, options, place.device, restart.images)
@@ -92,8 +92,8 @@ class Run(Loop):
         trainers.give_feedback(problem, self.training.trainer)
         self.average = Average(self.model, options.ema_decay) if options.ema_decay else None
         self.best = best.Best(problem.task)
-        self._first_loss = math.nan  # of this rank, since this start
-        numbers = problem.task.numbers(problem.classes)  # of values per measure
+        self._first_loss = math.nan  # this rank's first loss after this start
+        numbers = problem.task.numbers(problem.classes)  # number of values per measure
         super().__init__(
             *(comm, options, guard, self.training.trainer),
             steps=self.timetable.steps,
@@ -252,7 +252,8 @@ class Run(Loop):
         results, measure = problem.evaluate(model), problem.task.measure
         if not math.isfinite(results["loss"]):
             log.warning(
-                "the test loss is %s after step %d; check the test data, or try a smaller lr=%s",
+                "the test loss is %s after step %d; check the test data, or try a smaller lr "
+                "than %s",
                 *(results["loss"], self.trainer.steps, self.options.rate),
             )
         self.row(**numbers, **{f"test_{key_of(name)}": value for name, value in results.items()})
@@ -268,7 +269,7 @@ class Run(Loop):
 
     @property
     def over(self) -> bool:
-        """Whether the run ends early, because `patience` tests in a row were not better."""
+        """Whether the run ends early, because `patience` tests in a row brought no improvement."""
         patience = self.options.patience
         return patience is not None and self.best.since >= patience
 
@@ -276,7 +277,7 @@ class Run(Loop):
         """Warn once if the loss has grown; this also works without a log interval."""
         if self.record and loss > GROWTH * self._first_loss > 0:
             log.warning(
-                "the loss is %s after step %d, and was %s at first; try a smaller lr=%s",
+                "the loss is %s after step %d, but was %s at first; try a smaller lr than %s",
                 *(f"{loss:.3g}", self.trainer.steps),
                 *(f"{self._first_loss:.3g}", self.options.rate),
             )

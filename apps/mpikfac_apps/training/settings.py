@@ -58,7 +58,7 @@ class RunSettings:
 
 
 def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
-    """Return the checked options of a start; a resumed run keeps what the command line leaves out.
+    """Return the checked options of a start; a resumed run keeps options that are not set again.
 
     A choice that was left open stays as the checkpoint's version made it, unless it depends on an
     option that changes. If the preconditioner changes, the defaults of the previous one are dropped
@@ -125,7 +125,7 @@ def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str
 def _pinned(
     before: RunSettings, kept: Mapping[str, Any], options: Options, ranks: int
 ) -> dict[str, Any]:
-    """Return open choices of the checkpoint that this version would make differently.
+    """Return choices that the checkpoint's run left open, and that this version would change.
 
     Files that the checkpoint names are not executed: options that name code are those of this
     start.
@@ -312,12 +312,12 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
     common = math.gcd(*numbers_of(batch))
     if common % ranks and not options.shrink:
         raise ValueError(
-            f"it was saved with batch={batch}, not a multiple of {ranks} ranks; use one of "
-            f"{mpikfac.plan.divisors(common)} ranks"
+            f"it was saved with batch={batch}, which is not a multiple of {ranks} ranks; use one "
+            f"of {mpikfac.plan.divisors(common)} ranks"
         )
     if requested_batch != batch or (options.scale_lr and began_on != ranks):
         scaled = f", lr scaled for {began_on}" if options.scale_lr else ""
-        log.info("started with ranks=%d; kept: batch=%s%s", began_on, batch, scaled)
+        log.info("first started with ranks=%d; kept: batch=%s%s", began_on, batch, scaled)
     return options
 
 

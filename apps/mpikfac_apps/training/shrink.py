@@ -48,7 +48,7 @@ def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
 def save_what_is_left(run: Run) -> None:
     """Write a checkpoint if the remaining ranks have the complete state of a step.
 
-    The lowest step of all ranks is written, because ranks at a later step can have used the output
+    The lowest step of all ranks is written, because ranks at a later step may have used the output
     of a broken collective. Items on several ranks are compared; a single surviving rank has nothing
     to compare.
 
@@ -59,7 +59,7 @@ def save_what_is_left(run: Run) -> None:
     steps = comm.allgather(trainer.steps if trainer.is_consistent else math.inf)
     step, items = min(steps), dict[str, Any]()
     if steps[comm.rank] == step < math.inf:
-        run.set_rate(step)  # some ranks can have started the next step
+        run.set_rate(step)  # some ranks may already have started the next step
         items = run.state()
     names = {name for held in comm.allgather(list(items)) for name in held}
     lost = "no complete state is confirmed"
@@ -74,4 +74,4 @@ def save_what_is_left(run: Run) -> None:
         except mpikfac.UserError as error:
             lost = str(error)
     if comm.rank == 0:
-        log.warning("%s: back to the last checkpoint", lost)
+        log.warning("%s: continuing from the last checkpoint", lost)

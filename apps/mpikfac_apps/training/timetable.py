@@ -17,7 +17,7 @@ class Timetable:
     """
 
     def __init__(self, calendar: Calendar, options: Options, ranks: int) -> None:
-        """Follow the steps of the epochs, for a run that was started on `ranks` ranks."""
+        """Take the epochs from the calendar, for a run that was first started on `ranks` ranks."""
         self._calendar, self._options = calendar, options
         self._rate = learning_rate(options, calendar.at(0).steps, ranks)
         self.steps = min(calendar.first(options.epochs), options.max_steps or sys.maxsize)

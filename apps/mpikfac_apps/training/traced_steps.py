@@ -19,7 +19,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.text import table
 from mpikfac_apps.training.parts.trainings import Training
 
-WARM_UP = 2  # first steps of a start, with cold memory and caches
+WARM_UP = 2  # steps at the start, with cold memory and caches
 
 log = logging.getLogger("mpikfac.train")
 
@@ -47,7 +47,7 @@ class Recording:
         self.chosen = range(begin, min(begin + count, last))
         self._steps: dict[int, tuple[float, float]] = {}
         if count and not self.chosen and comm.rank == 0:
-            log.warning("trace_steps=%d: no step is left after %d to warm up", count, WARM_UP)
+            log.warning("trace_steps=%d: no step is left after %d warm-up steps", count, WARM_UP)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

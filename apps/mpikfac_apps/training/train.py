@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tell_of_threads(rank: int) -> None:
-    """Print a line if a thread keeps the process, and therefore the job, from ending."""
+    """Print a line if a thread prevents the process, and therefore the job, from ending."""
     main = threading.main_thread()
     main.join(60)  # times out if a larger program continues after training
     time.sleep(PATIENCE)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mpikfac.trace import Trace
 
-# mpi4py sends dtypes that MPI does not know as bytes, and silently sums the bytes.
+# mpi4py sends dtypes that MPI does not know as bytes, and would silently sum the bytes.
 SUMMABLE = (torch.float32, torch.float64)
-MAX_COUNT = 2**31 - 1  # elements in one message; Open MPI before 6 refuses more
+MAX_COUNT = 2**31 - 1  # elements in one message; Open MPI before 6 rejects more
 
 
 def check_summable(flat: Tensor) -> None:
@@ -31,7 +31,7 @@ def check_summable(flat: Tensor) -> None:
         allowed = ", ".join(map(str, SUMMABLE))
         raise ValueError(f"dtype {flat.dtype} cannot be summed by MPI; use one of {allowed}")
     if not flat.is_contiguous():
-        raise ValueError(f"a tensor of strides {flat.stride()} is not contiguous; copy it first")
+        raise ValueError(f"a tensor with strides {flat.stride()} is not contiguous; copy it first")
 
 
 def check_sendable(stage: str, count: int) -> None:
@@ -71,7 +71,7 @@ class Buffers:
     @contextmanager
     def of(self, flat: Tensor, stage: str, summed: bool = True) -> Iterator[Any]:
         """Yield a buffer that MPI reads and writes in place of `flat`; `stage` times the copies."""
-        by_host = summed and flat.dtype not in SUMMABLE  # our operation runs on the host
+        by_host = summed and flat.dtype not in SUMMABLE  # mpikfac's own operation runs on the host
         if not flat.is_cpu and self._direct and not by_host:
             synchronize(flat)
             yield flat
@@ -95,7 +95,7 @@ class Buffers:
 
     @contextmanager
     def both(self, sent: Tensor, received: Tensor, stage: str) -> Iterator[tuple[Any, Any]]:
-        """Yield the buffer MPI reads in place of `sent`, and the one it fills for `received`."""
+        """Yield the buffers that MPI reads in place of `sent` and fills for `received`."""
         if sent.is_cpu:  # `numpy()` would freeze the size of a program's tensor permanently
             yield np.from_dlpack(sent), received.numpy()
             return

@@ -15,7 +15,7 @@ from mpikfac.plan import PASSED, PIECE, Message, Passed, passed
 
 
 def _add_bfloat16(part: Any, total: Any, _: MPI.Datatype) -> None:
-    if len(part):  # MPI can request a sum of 0 elements; torch.frombuffer refuses an empty buffer
+    if len(part):  # MPI can request a sum of 0 elements; torch.frombuffer rejects an empty buffer
         terms, sums = (torch.frombuffer(numbers, dtype=torch.bfloat16) for numbers in (part, total))
         sums += terms
 
@@ -26,7 +26,7 @@ def _bfloat16_sum() -> MPI.Op:
 
 
 def op_of(message: Message) -> MPI.Op:
-    """Return the reduction operation; MPI lacks bfloat16, so it gets the bits as integers."""
+    """Return the reduction operation; MPI lacks bfloat16, so it is passed the bits as integers."""
     return _bfloat16_sum() if message.codec else MPI.SUM
 
 

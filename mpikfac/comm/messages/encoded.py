@@ -1,4 +1,4 @@
-"""Execute collectives of encoded values: MPI moves bytes, and the ranks decode and sum them.
+"""Execute collectives on encoded values: MPI moves bytes, and the ranks decode and sum them.
 
 The sender decodes the same bytes as the receivers, and all of them sum in rank order, so the
 results are bitwise equal on all ranks.
@@ -32,7 +32,7 @@ class Encoded:
     """
 
     def __init__(self, direct: bool, memory: dict[Hashable, Tensor] | None = None) -> None:
-        """Start with `memory`, if given; `direct` says whether MPI accepts device buffers."""
+        """Start with `memory`, if given; `direct` means that MPI accepts device buffers."""
         self._direct = direct
         self.memory = {} if memory is None else memory
 
@@ -96,7 +96,7 @@ class Encoded:
     def _in_two_sums(
         self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor
     ) -> int:
-        """All-reduce by two reductions of the codec."""
+        """All-reduce with the codec's two reductions."""
         (span,), residuals = message.spans, self._memory_of(message.stage, flat)
         last = self._memory_of((message.stage, span, LAST), flat.new_empty(codec.reductions[-1]))
         codec.all_reduce(flat, span, residuals, last, partial(self._add_up, comm))
@@ -150,7 +150,7 @@ class Encoded:
         return encode(flat[part], codec, residuals[part], velocity)
 
     def _memory_of(self, name: Hashable, like: Tensor) -> Tensor:
-        """Return the memory stored under a name; initially zeros."""
+        """Return the memory stored under a name, initially zeros."""
         if name not in self.memory:
             self.memory[name] = torch.zeros_like(like)
         return self.memory[name]

@@ -59,8 +59,8 @@ class OverlappedSums:
         if block in self.ready_blocks:
             raise RuntimeError(
                 f"{block!r} was sent before this backward pass; with overlap=True a step has one "
-                f"backward pass, in which a layer is used once; after a refused "
-                f"step, all ranks call trainer.load_state_dict(trainer.state_dict())"
+                f"backward pass, in which a layer is used once; after a step that raised an error, "
+                f"call trainer.load_state_dict(trainer.state_dict()) on all ranks"
             )
         self.ready_blocks.add(block)
         index = self._message_of[block]
@@ -76,7 +76,7 @@ class OverlappedSums:
         self.ready_blocks.clear()
 
     def abort_batch(self, world: MPI.Intracomm) -> None:
-        """Drop a batch that no step uses, on all ranks if any of them has sent one of its blocks.
+        """Drop a batch that no step uses, on all ranks if any of them has sent a block of it.
 
         Collective over: world.
         """
@@ -101,7 +101,7 @@ class ProgressThread:
     def __init__(
         self, world: MPI.Intracomm, trace: Trace, device: torch.device, kept: dict[Hashable, Tensor]
     ) -> None:
-        """Start the thread; `device` holds the arenas, and `kept` is the state of the encoding."""
+        """Start the thread; the arenas are on `device`, and `kept` is the state of the encoding."""
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ValueError("overlap=True needs an MPI that threads can call (THREAD_MULTIPLE)")
         self.comm = world.Dup()
@@ -200,7 +200,7 @@ class ProgressThread:
             synchronize(piece)
 
     def _sum(self, message: Message, numbers: Tensor, flight: int) -> None:
-        """Reduce with MPI, which gets bfloat16 as integers."""
+        """Reduce with MPI, to which bfloat16 is passed as integers."""
         with (
             self._buffers.on_host(numbers, message.stage) as buffer,
             self._trace.stage(message.stage, message.over, numbers.nbytes, flight),

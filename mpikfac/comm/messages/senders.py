@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpikfac.comm.grid import Grid
 
 Turns = Mapping[Any, Sequence[Message]]
-"""The messages of an arena, by the round of a refresh; None is the key for all layers."""
+"""The messages of an arena, by round of a refresh; the key None stands for all layers."""
 
 
 class Sender:
@@ -37,7 +37,7 @@ class Sender:
     def __init__(
         self, grid: Grid, arena: Arena, messages: Turns, divided: Sequence[Tensor] = ()
     ) -> None:
-        """Hold an arena whose content can change until `add_up`.
+        """Hold an arena, whose content can change until `add_up`.
 
         Args:
             divided: views of the arena that receive means over ranks instead of sums.
@@ -72,7 +72,7 @@ class Sender:
         Raises:
             ValueError: this sender does not accept batches in parts.
         """
-        raise ValueError("accumulate() was called more than 0 times before step()")
+        raise ValueError("accumulate() needs transport.virtual_ranks; without it, call only step()")
 
     def add_up(self, turn: int | None = None) -> None:
         """Reduce the arena over ranks.
@@ -87,7 +87,7 @@ class Sender:
         self.grid.exchange(self.messages[turn], self.arena.flat)
 
     def abort_batch(self) -> None:
-        """Drop what the sender holds of a batch that no step uses.
+        """Drop the sender's data of a batch that no step uses.
 
         Collective over: world if the sender is early, otherwise none.
         """

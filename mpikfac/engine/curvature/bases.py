@@ -30,12 +30,12 @@ class Bases(Part):
     """Hold the decompositions that this rank computes or uses to precondition gradients.
 
     Attributes:
-        preconditioners: the preconditioners of layers, by name, the run's preconditioner first.
+        preconditioners: the layers' preconditioners by name, with the run's preconditioner first.
         arena: blocks of decompositions, with a segment for each worker of the column.
         scales: estimates of the products of eigenvalues `[outputs, inputs]`, by layer; only the
             preconditioner's own part writes them.
-        stacks: the layers that this rank preconditions, in lists of equal layers on a GPU, with
-            their decompositions.
+        stacks: the layers that this rank preconditions, with their decompositions; on a GPU, equal
+            layers form one stack.
         ready: whether the rank has decompositions.
         turn: the round of the refresh to be published next; None for all layers.
         decomposer: decomposes the rank's factors.
@@ -73,7 +73,7 @@ class Bases(Part):
         self.turn: int | None = None
         self._pending: Ready | None = None
         self._due = 0
-        self._due_layers: set[str] = set()  # those whose factors all have pending decompositions
+        self._due_layers: set[str] = set()  # layers whose factors all have pending decompositions
         self._damping = math.nan  # not equal to any damping
 
     def _decomposition_of(self, factor: Factor) -> Decomposition:
@@ -85,7 +85,7 @@ class Bases(Part):
         )
 
     def _alike(self) -> list[list[PlannedLayer]]:
-        """Return the layers to precondition in lists of equal layers; on a CPU, one layer each.
+        """Return the layers to precondition, in lists of equal layers; on a CPU, one per list.
 
         On a GPU, launching a small kernel takes as long as the kernel itself.
         """
@@ -263,7 +263,7 @@ class Bases(Part):
     def complete(self, names: Collection[str]) -> set[str]:
         """Return the names of a complete state of all ranks, as far as `names` determine them."""
         complete = super().complete(names)
-        if complete and DUE in names:  # of one round; with a tolerance, also blocks that can stay
+        if complete and DUE in names:  # the round's blocks, even if a tolerance keeps some
             turns = {DECOMPOSITIONS + b.name: f.turn for f in self.plan.factors for b in f.blocks}
             begun = {turns[name] for name in names if name in turns}
             turn = begun.pop() if len(begun) == 1 else None

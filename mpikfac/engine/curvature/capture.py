@@ -1,8 +1,8 @@
 """Replay all kernels that a region of a step launched in an earlier step, with a single call.
 
 A region launches many small kernels, and a GPU can finish one before the host has launched the next
-one. A graph contains all kernels of a region, with the addresses and host values at the time when
-it was recorded.
+one. A graph contains all kernels of a region, with the addresses and host values at the time of
+recording.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ log = logging.getLogger("mpikfac")
 
 
 class Captured:
-    """Record a region in the second step of a kind, and replay it afterwards.
+    """Record a region in the second of two steps with the same key, and replay it afterwards.
 
-    Other steps run the region itself: the first step of a kind also initialises libraries, which
-    cannot be done in a recording.
+    Other steps run the region itself: the first step with a key also initialises libraries, which
+    is impossible while recording.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Captured:
 
 
 def cuda_graph(compute: Callable[[], None]) -> Callable[[], None]:
-    """Run `compute` as a CUDA graph, and return its replay; without a graph, run it eagerly."""
+    """Run `compute` as a CUDA graph, and return its replay; if that fails, run it eagerly."""
     try:
         graph = torch.cuda.CUDAGraph()
         # Other threads can use the device at the same time.

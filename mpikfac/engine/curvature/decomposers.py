@@ -50,7 +50,8 @@ class FactorRequest(NamedTuple):
 
     Attributes:
         packed: the factors, by name.
-        added: the damping that is part of the decomposition, by the names of factors that have one.
+        added: the damping that is part of the decomposition, by name, for the factors that have
+            one.
         precise: whether a factor is decomposed in float64, by name.
         turn: the round of the refresh; None for all layers.
         first: whether no decomposition is in use yet.

@@ -33,7 +33,7 @@ class Directions(Part):
         graft: sets the lengths of directions.
         scale: the multiplier of the last step's directions, `[1]`.
         expected: the change of the loss, summed over ranks, that the quadratic model predicts,
-            `[1]`; only the part of the layers with directions on this rank.
+            `[1]`; here, only the contribution of the layers with directions on this rank.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Directions(Part):
     def _compute(self, numbers: Numbers) -> None:
         """Compute the directions of the rank's layers from averaged gradients, on the device.
 
-        A gradient that is not finite gives a direction that is not finite either, and is never
+        A gradient that is not finite results in a direction that is not finite, which is never
         used.
         """
         copy_all(self.graft.apart)

@@ -166,8 +166,8 @@ class DistributedPreconditioner(Method):
         """
         if scaled and self.plan.strategy.sync.local_steps:
             raise ValueError(
-                "step(scaler) needs sync='synchronous': a rank could skip a step alone, but "
-                "factors are reduced over all ranks"
+                "step(scaler) needs sync='synchronous', because a rank could otherwise skip a step "
+                "alone, although factors are reduced over all ranks"
             )
         self.directions.graft.begin_step()
         self.directions.expected.zero_()
@@ -189,7 +189,7 @@ class DistributedPreconditioner(Method):
             self._average_statistics(numbers)
             self._see()
         if numbers.refreshes or not self.bases.ready:
-            self._publish_bases(numbers.step)  # of the previous interval, if it is not in use yet
+            self._publish_bases(numbers.step)  # of the previous interval, if not in use yet
             self._decompose_owned(numbers)
         if self.bases.due(numbers.step):
             self._publish_bases(numbers.step)
@@ -198,7 +198,7 @@ class DistributedPreconditioner(Method):
     def _average_statistics(self, numbers: Numbers) -> None:
         """Average the batch's statistics over ranks and over time."""
         weight = self.gradients.weight_of_statistics
-        if not self.factors.sender.in_parts and self.gradients.weight:  # else nothing is left
+        if not self.factors.sender.in_parts and self.gradients.weight:  # or nothing is left to do
             self._finish_statistics()
             self.factors.send_rest()
         for part in self.of_preconditioner:
@@ -379,9 +379,9 @@ class PreconditionerFactory(MethodFactory):
         """Plan the communication, and check that choices, ranks and optimizer are compatible.
 
         Raises:
-            ValueError: two choices exclude each other, the number of curvature servers differs, a
-                layer is not in the optimizer, or the optimizer lacks a learning rate that a choice
-                needs.
+            ValueError: two choices exclude each other, the number of curvature servers is not that
+                of the strategy, a layer is not in the optimizer, or the optimizer lacks a learning
+                rate that a choice needs.
         """
         plan = self._planned(model, strategy, team.trains.size)
         check_joins(team.intercomm, plan.strategy.refresh.servers)
@@ -393,7 +393,7 @@ class PreconditionerFactory(MethodFactory):
         return plan
 
     def _planned(self, model: CoveredModel, strategy: Strategy, ranks: int) -> Plan:
-        self.settings.due("inv_update_steps", 0, strategy.refresh.stagger)  # refused before step 0
+        self.settings.due("inv_update_steps", 0, strategy.refresh.stagger)  # fails before step 0
         forms = tuple(preconditioner.form for preconditioner in self.preconditioners.values())
         run = next(iter(self.preconditioners.values()))
         layer_shapes = [layer.shape for layer in model.layers]
@@ -454,15 +454,15 @@ def report_cost(settings: Settings, layers: Sequence[PlannedLayer]) -> None:
 
 
 def check_joins(link: Any, ranks: int) -> None:
-    """Check that `link` connects the rank to `ranks` curvature servers; None stands for 0.
+    """Check that `link` connects the rank to `ranks` curvature servers; None means no servers.
 
     Raises:
-        ValueError: the number of curvature servers differs.
+        ValueError: the number of curvature servers is different.
     """
     joined = link.remote_size if link else 0
     if joined != ranks:
         raise ValueError(
-            f"refresh.servers={ranks}, but {joined} curvature servers join; pass the result of "
+            f"refresh.servers={ranks}, but comm has {joined} curvature servers; pass the result of "
             f"mpikfac.split_comm(comm, {ranks})"
         )
 

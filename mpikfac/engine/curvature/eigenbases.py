@@ -18,10 +18,10 @@ from mpikfac.preconditioners import damped_squares, turned_back
 
 
 class EigenbasesGraft(AdamGraft):
-    """Adam's step with momentum, in each layer's eigenbases.
+    """Take Adam's step with momentum, in each layer's eigenbases.
 
     Momenta are stored in the basis of the weights. When bases change, averages of squares are not
-    converted. Uncovered parameters take Adam's step, with averages over the same time.
+    converted. Uncovered parameters take Adam's step, with the same decay of averages.
     """
 
     KIND, DECAY = ROTATED, 0.95  # as published
@@ -76,5 +76,5 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _copy_finite(source: Tensor, out: Tensor) -> None:
-    """Copy finite values to `out`, and 0 in place of others, which come from missing bases."""
+    """Copy finite values to `out`, and 0 for all others, which occur if bases are missing."""
     torch.nan_to_num(source, 0.0, 0.0, 0.0, out=out)

@@ -32,10 +32,10 @@ FORMS = {"matrix": FACTOR_ITEMS, "vector": VECTORS}  # kinds of averages in the 
 
 @dataclass(frozen=True)
 class Running:
-    """A running average and the batch's sum that will be merged into it; or a stack of both.
+    """A running average and the batch's sum that will be merged into it, or a stack of both.
 
     Attributes:
-        total: the batch's sum over examples; of a stack, `[factors, elements]`.
+        total: the batch's sum over examples; for a stack, `[factors, elements]`.
         count: `[factors]`, the number of examples in the sum; `[1]` without a stack.
         weight: `[factors]`, the number of examples in the average.
     """
@@ -69,7 +69,7 @@ def merge(running: Sequence[Running], decay: float) -> None:
 def leave_out_broken(
     flat: Tensor, running: Sequence[Running], flags: Flags, report: Callable[[list[str]], None]
 ) -> None:
-    """Set sums with NaN or infinity to 0, and their counts; call `report` with their names.
+    """Set sums with NaN or infinity, and their counts, to 0; call `report` with their names.
 
     Args:
         flat: the buffer of all sums.
@@ -93,9 +93,9 @@ class Factors(Part):
     batches by these numbers. If a batch has no examples for a layer, its average is kept.
 
     Attributes:
-        statistics: the rank's sums and numbers of examples of a batch. They are zero between
-            steps: the moments add to them, and `settle` zeroes them. A sum is a triangle, or a
-            vector whose square is the factor.
+        statistics: the rank's sums over a batch, and their numbers of examples. They are zero
+            between steps: the moments add to them, and `settle` zeroes them. A sum is a triangle,
+            or a vector whose square is the factor.
         sender: reduces the statistics over ranks.
         averages: running averages, in the same form; initially the identity (or zero vectors).
         weights: the numbers of examples in the averages; initially 0.
@@ -139,11 +139,11 @@ class Factors(Part):
         return Running(name, total, count, self.averages[name], self.weights[name])
 
     def _form(self, name: str) -> Hashable:
-        """Return a key that neighbours in a stack share; on a CPU, one for each average."""
+        """Return a key that is equal for averages of the same stack; on a CPU, each has its own."""
         return name if self.averages.flat.is_cpu else self.averages[name].shape
 
     def _stacks_of(self, names: Sequence[str], weights: Tensor) -> Iterator[Running]:
-        """Yield running averages of one form as a stack, or one by one if not contiguous."""
+        """Yield running averages of the same form as a stack, or one by one if not contiguous."""
         total, average = self.statistics.stack(names), self.averages.stack(names)
         count = self.statistics.stack([self._factors[name].counted for name in names])
         if total is None or count is None or average is None:

@@ -1,8 +1,8 @@
-"""Factors of the averaged gradient: computed by owners, without hooks and messages.
+"""Factors of the averaged gradient, which their owners compute without hooks or messages.
 
 A, also called R, is the running mean of `X' X`, and G, also called L, that of `Y Y'`. The
 preconditioner computes X and Y from the averaged gradient `[outputs, inputs]`; see
-`Preconditioner.squared`. Everything that follows is as in K-FAC.
+`Preconditioner.squared`. All later stages are those of K-FAC.
 """
 
 from __future__ import annotations

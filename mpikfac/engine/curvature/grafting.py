@@ -1,7 +1,7 @@
-"""Set the lengths of directions: those of preconditioned gradients, or those of a first-order step.
+"""Set the lengths of directions to those of preconditioned gradients or of a first-order step.
 
 A graft can also apply momentum to gradients before they are preconditioned, and replace gradients
-of uncovered parameters by steps.
+of uncovered parameters with steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mpikfac.preconditioners import Held, Preconditioner
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal layers that the rank preconditions together, or a single layer where this is as fast.
+    """Equal layers that the rank preconditions together; a single layer where that is as fast.
 
     Attributes:
         names: the names of the layers.
@@ -113,7 +113,7 @@ class Graft:
         return None
 
     def smooth(self, momentum: float) -> None:
-        """Update the `sources` by momentum."""
+        """Apply momentum to the `sources`."""
 
     def write(self, found: Sequence[Tensor]) -> None:
         """Write the rank's directions, with their lengths, to the arena of directions.
@@ -155,7 +155,7 @@ class Graft:
 
 
 class SGDGraft(Graft):
-    """The length of the layer's gradient [Agarwal et al. 2020]."""
+    """Give each direction the length of the layer's gradient [Agarwal et al. 2020]."""
 
     def write(self, found: Sequence[Tensor]) -> None:
         """Write directions with the lengths of the gradients."""
@@ -164,7 +164,9 @@ class SGDGraft(Graft):
 
 
 class AdamGraft(Graft):
-    """The length of Adam's step without momentum; uncovered parameters take Adam's step itself.
+    """Give directions the length of Adam's step without momentum.
+
+    Uncovered parameters take Adam's step itself.
 
     Attributes:
         KIND: the kind of the averages' items.
@@ -213,7 +215,7 @@ class AdamGraft(Graft):
         return self._adam.even, *places, *stepped
 
     def smooth(self, momentum: float) -> None:
-        """Update the momenta; the sources become means with Nesterov's momentum.
+        """Update the momenta; the sources become averages with Nesterov momentum.
 
         Momenta start at 0, so the first steps of uncovered parameters are shorter than Adam's.
         """
@@ -227,7 +229,7 @@ class AdamGraft(Graft):
             nesterov([self._means[name] for name in sound], momenta, momentum)
 
     def write(self, found: Sequence[Tensor]) -> None:
-        """Write directions with the lengths of Adam's steps; step uncovered parameters by Adam.
+        """Write directions with the lengths of Adam's steps; step uncovered parameters with Adam.
 
         Lengths are at most `max_trust_ratio` times the norm of the layer's weights; there is no
         limit if the weights are all 0, so that the layer can start to learn. Parameters that
@@ -263,7 +265,7 @@ class AdamGraft(Graft):
 
 
 class OrthogonalGraft(AdamGraft):
-    """The length of Adam's step, for directions with approximately equal singular values."""
+    """Orthogonalise directions, and give them the length of Adam's step."""
 
     def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
         """Orthogonalise directions that are matrices [Muon], block by block if they are large."""
@@ -286,7 +288,7 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 
 def _table(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the indices of consecutive groups of `counts` members as rows, padded with the end.
+    """Return the indices of consecutive groups of `counts` members as rows, padded with the total.
 
     Sums over rows have the same order on all devices; `index_add_` has no fixed order on a GPU.
     """

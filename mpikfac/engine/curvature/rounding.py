@@ -14,13 +14,13 @@ from mpikfac.engine.nonfinite import Flags
 from mpikfac.plan import Factor
 from mpikfac.preconditioners import Means, Preconditioner, mean_eigenvalues, repeated
 
-# Bounds of the errors of eigenvalues, relative to the damping.
+# Bounds on the errors of eigenvalues, relative to the damping.
 HARMLESS = 0.01  # in a decomposition
-COARSE = 100.0  # in averages: products of traces far exceed the errors that matter
+COARSE = 100.0  # in averages; products of traces far exceed the errors that matter
 COARSE_DAMPED = 0.2  # in averages that are damped before the decomposition
 
 Warn = Callable[[Sequence[str]], object]
-"""Called with names of layers, at the latest when the host next reads the flags."""
+"""Called with the names of layers, no later than when the host next reads the flags."""
 
 
 def errors_of(

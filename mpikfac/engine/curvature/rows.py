@@ -18,7 +18,7 @@ DECAY, EPSILON = 0.95, 1e-10  # as published
 
 
 class RowsGraft(OrthogonalGraft):
-    """The length of Adam's step, after each row of an orthogonal direction is normalised.
+    """Normalise the rows of orthogonal directions, and give them the length of Adam's step.
 
     A row is divided by the root of a running average of its mean square. All averages start at 0
     together, and the length of the direction is set afterwards, so their bias need not be

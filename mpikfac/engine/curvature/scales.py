@@ -1,9 +1,10 @@
 """EKFAC's eigenvalues: second moments of gradients in the eigenbases [George et al. 2018].
 
-An example's gradient of a layer is `sum(g a^T)` over positions. Rotate it by the eigenvectors of G
-and A: the mean squares of its elements over examples are the scales. They are the diagonal of the
-gradient's second moment in the eigenbasis, which is the nearest diagonal matrix to it. Products of
-the eigenvalues of G and A only estimate them, as if `a` and `g` were independent.
+An example's gradient of a layer is `sum(g a^T)` over positions. If it is rotated by the
+eigenvectors of G and A, the mean squares of its elements over examples are the scales. They are the
+diagonal of the gradient's second moment in the eigenbasis, and therefore its best diagonal
+approximation. The products of the eigenvalues of G and A only estimate them, as if `a` and `g` were
+independent.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ class Scales(PreconditionerPart):
     """The scales of those layers whose preconditioner estimates them.
 
     Whenever a layer has new bases, its scales start as products of the eigenvalues, with the weight
-    of the factors' averages. Batches are merged into scales as they are into factors' averages. The
-    batch of the step with new bases is lost, because it was recorded in the previous bases.
+    of the factors' averages. Batches are merged into scales in the same way as into the factors'
+    averages. The batch of a step with new bases is lost, because it was recorded in the previous
+    bases.
 
     Attributes:
         averages: running averages `[outputs, inputs]`, by layer, used by directions.
         weights: the numbers of examples in the averages.
-        sums: the rank's sums over a batch, and numbers of examples; zero between steps.
+        sums: the rank's sums over a batch, and their numbers of examples; zero between steps.
     """
 
     MARK = PRECONDITIONER
@@ -52,7 +54,7 @@ class Scales(PreconditionerPart):
         self._running = {name: self._running_of(name) for name in self.averages}
         self._messages = scales.reduce_scales(site.plan)
         self._recorded: set[str] = set()  # layers that have bases, and therefore scales
-        self._awaited: set[str] | None = None  # layers that wait for new bases; None: see `restart`
+        self._awaited: set[str] | None = None  # those that wait for new bases; None: see `restart`
 
     def _running_of(self, name: str) -> Running:
         total, count = self.sums[name], self.sums[count_of(name)]
@@ -107,7 +109,7 @@ class Scales(PreconditionerPart):
         Collective over: world.
 
         Args:
-            statistics: the rank's sums for factors, and numbers of examples.
+            statistics: the rank's sums for factors, and their numbers of examples.
             of_loss: whether gradients are those of the loss, a mean over the batch.
             weight: the weight of the rank's examples.
         """

@@ -25,7 +25,7 @@ PEERS = "codistillation/peers/"
 
 
 class Codistillation:
-    """Train one model per group of ranks; each group also learns from its peers' predictions.
+    """Train one model per group of ranks, which also learns from the predictions of its peers.
 
     The peers of a group are the other groups. Each rank keeps a copy of each peer's model, which
     becomes stale until weights are swapped again [Anil et al. 2018].
@@ -50,13 +50,13 @@ class Codistillation:
             parameters and buffers with different values, so initialise them from different seeds.
         burn_in: the number of steps at the start in which groups train independently.
         groups: a divisor of the number of ranks; 1 for plain training.
-        every: steps between two swaps of weights.
+        every: the number of steps between two swaps of weights.
         weight: the factor of the term in the loss; with 0, groups train independently.
         trace: times the stages; a new trace if None.
 
     Raises:
         ValueError: an argument is invalid; raised before any communication.
-        UserError: ranks disagree on an argument or on the form of the model.
+        UserError: ranks disagree on an argument or on the shapes of the model.
 
     Attributes:
         group: the communicator of the rank's group, for `FirstOrderTrainer` and `KFAC`.
@@ -102,7 +102,7 @@ class Codistillation:
 
     @property
     def learning(self) -> bool:
-        """Whether the loss of the next step includes a term of the peers."""
+        """Whether the loss of the next step includes the peers' term."""
         return self._learns_after(self.steps)
 
     def _learns_after(self, steps: int) -> bool:
@@ -111,8 +111,8 @@ class Codistillation:
     def term(self, inputs: Tensor | tuple[Any, ...], outputs: Tensor) -> Tensor:
         """Return the term to add to the mean loss of a batch, a scalar.
 
-        It is `weight` times the mean over batch and positions of the divergence
-        `KL(mean of the peers' predictions, own predictions)`; 0 in the burn-in.
+        It is `weight` times the divergence `KL(mean of the peers' predictions, own predictions)`,
+        averaged over batch and positions; 0 during the burn-in.
 
         Collective over: none.
 
@@ -165,7 +165,7 @@ class Codistillation:
         self._hand_out()
 
     def _places(self, number: int, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the location of each of a group's values in the arena, and the model's tensor."""
+        """Yield a group's tensors in the arena, each with the model's corresponding tensor."""
         for name, tensor in real_tensors(model):
             yield self._arena[f"{number}/{name}"], tensor
 
@@ -177,7 +177,7 @@ class Codistillation:
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return steps and weights of the peers by name, for the checkpoint of the rank's group.
+        """Return the steps and the peers' weights by name, for the checkpoint of the rank's group.
 
         It is the same on all ranks of a group. `trainer.state_dict() | codistillation.state_dict()`
         is the state of a group; a run that loads the states of all groups continues as if it had
@@ -214,14 +214,14 @@ class Codistillation:
 
 
 def real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield real-valued parameters and buffers by name; counts of batches are not exchanged."""
+    """Yield floating-point parameters and buffers by name; integers are not exchanged."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point():
             yield name, tensor.detach()
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of real-valued parameters and buffers."""
+    """Return the shapes of floating-point parameters and buffers."""
     return {name: tuple(tensor.shape) for name, tensor in real_tensors(model)}
 
 

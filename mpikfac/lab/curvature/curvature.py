@@ -2,7 +2,7 @@
 
 The Kronecker factors of a layer estimate the Fisher matrix of its parameters as `G (x) A`
 [Martens & Grosse 2015], which is block-diagonal over layers. With fisher_type="empirical", they
-have the gradients at the labels of the data instead, which vanish as examples are fitted. In the
+use the gradients for the labels of the data instead, which vanish as examples are fitted. In the
 eigenbasis of a block, all functions of it are elementwise: its inverse, its roots, its
 log-determinant and samples.
 """
@@ -36,7 +36,7 @@ from mpikfac.trace import Trace
 USUAL = Damping(relative=0.1)
 """A tenth of the mean eigenvalue of each layer, as in studies of influence [Grosse et al. 2023].
 
-In a layer with groups, it is that of each group; normalisation layers have a group per channel.
+In a layer with groups, each group has its own mean; normalisation layers have a group per channel.
 """
 
 
@@ -48,7 +48,7 @@ class Curvature:
 
     C is block-diagonal; the block of a layer is `G (x) A` of the running averages. It estimates
     the mean over examples of the Fisher matrix of a single example, or of the empirical one for
-    fisher_type="empirical", the default of trainers. That of N examples is N C.
+    fisher_type="empirical", the default of trainers. The curvature of N examples is N C.
 
     Vectors are dictionaries with a tensor for each covered parameter, by the parameter's name, such
     as `{name: parameter.grad for name, parameter in model.named_parameters()}`. Tensors have the
@@ -56,7 +56,7 @@ class Curvature:
     Arithmetic is in float64.
 
     Each layer has an owner. Vectors can differ between ranks: they are sent to the owners of the
-    layers, and the results return. All other results are equal on all ranks.
+    layers, which send the results back. All other results are equal on all ranks.
 
     Attributes:
         model: the model.
@@ -100,17 +100,17 @@ class Curvature:
         Collective over: comm.
 
         Args:
-            path: the directory of a checkpoint, or of a run, whose newest checkpoint is used.
-            model: of the run's architecture. Freeze what the run froze.
+            path: the directory of a checkpoint, or that of a run, whose newest checkpoint is used.
+            model: a model of the run's architecture. Freeze the parameters that the run froze.
             comm: None for all ranks.
-            coverage: that of the run, if it was not the default.
+            coverage: the run's coverage, if it was not the default.
             skip: names of parameters or modules that the factors do not cover; vectors may contain
                 them, and results leave them out.
             trace: counts seconds and bytes of the messages.
 
         Raises:
-            UserError: there is no complete checkpoint, or it is damaged; it is not that of the
-                model, has no factors of a layer, or ranks with different weights; or the factors do
+            UserError: there is no complete checkpoint, or it is damaged; it does not fit the model,
+                lacks a layer's factors, or has different weights for each rank; or the factors do
                 not cover a trained parameter that is not in `skip`.
         """
         comm = SplitComm.of(comm).trains
@@ -136,7 +136,7 @@ class Curvature:
             trace: see `load`.
 
         Raises:
-            UserError: the trainer's factors are not those of a Fisher matrix, or see `load`.
+            UserError: the trainer's factors do not estimate a Fisher matrix; see also `load`.
         """
         comm, model, layers = trainer.grid.world, trainer.model, trainer.layers
         owners = _owners_of(layers, model, comm, trace)
@@ -347,7 +347,7 @@ class Curvature:
     def effective(self, scale: float, prior: float) -> dict[str, float]:
         """Return each layer's effective number of parameters, `tr scale C (scale C + prior I)^-1`.
 
-        It is the gamma of [MacKay 1992]: how many parameters the data determines.
+        This is the gamma of [MacKay 1992], the number of parameters that the data determines.
 
         Collective over: comm.
 
@@ -361,7 +361,7 @@ class Curvature:
     def sample(
         self, scale: float, prior: float, generator: torch.Generator, count: int = 1
     ) -> dict[str, Tensor]:
-        """Draw deviations from the weights of the posterior `N(0, (scale C + prior I)^-1)`.
+        """Draw deviations of the weights from the posterior `N(0, (scale C + prior I)^-1)`.
 
         Samples do not depend on the number of ranks.
 
@@ -370,7 +370,7 @@ class Curvature:
         Args:
             scale: see `logdet`.
             prior: see `logdet`.
-            generator: on the host, in the same state on all ranks.
+            generator: a generator on the host, in the same state on all ranks.
             count: the number of samples.
 
         Returns:
@@ -412,17 +412,17 @@ def damping_of(damping: float | Damping, values: Tensor) -> Tensor | float:
     """Return what a damping adds to the eigenvalues `[groups, outputs, inputs]` of a layer.
 
     Args:
-        damping: a number, 0 only if no factor is singular, or a `Damping` with a number. A relative
-            one is a multiple of the mean eigenvalue of a layer, or of each of its groups, and of 1
-            if all eigenvalues are 0. (A run of K-FAC damps each block of a block-diagonal factor
-            by the block's own mean.)
+        damping: a number, or a `Damping` with a number; 0 is possible only if no factor is
+            singular. Relative damping is in units of the mean eigenvalue of a layer, or of each of
+            its groups, or of 1 if all eigenvalues are 0. (A K-FAC run damps each block of a
+            block-diagonal factor in units of the block's own mean.)
 
     Raises:
         ValueError: the damping is a schedule, or negative.
     """
     number = damping.number if isinstance(damping, Damping) else damping
     if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
-        raise ValueError(f"damping={damping!r} must be a number of at least 0")
+        raise ValueError(f"damping={damping!r} must be a finite number >= 0")
     relative = isinstance(damping, Damping) and damping.is_relative
     return number * damping_unit(values.mean((-2, -1), keepdim=True)) if relative else number
 
@@ -467,7 +467,7 @@ def _check_trainer(trainer: KFAC) -> None:
         raise ValueError(
             f"fisher_type={estimator.fisher_type!r} with "
             f"normalization={estimator.normalization!r} estimates no Fisher matrix of an example; "
-            f"train with another fisher_type, and normalization='expand'"
+            f"train with a different fisher_type, and with normalization='expand'"
         )
     if sync.local_steps:
         raise ValueError(f"with sync={sync.name!r} each rank has its own weights; average them")

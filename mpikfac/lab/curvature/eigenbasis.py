@@ -91,14 +91,14 @@ def _decomposed(
     if not factors:
         return torch.ones(groups, order, dtype=torch.float64, device=device), ()
     if not all(factor.isfinite().all() for factor in factors):
-        raise ValueError(f"factor {name!r} holds NaN or infinity; take an earlier checkpoint")
+        raise ValueError(f"factor {name!r} contains NaN or infinity; use an earlier checkpoint")
     if len(factors) == 1 and factors[0].shape == (groups * order, 1, 1):
         return factors[0].view(groups, order).clamp(min=0), ()
     if sum(factor.shape[-1] for factor in factors) != order:
         shapes = ", ".join(str([*factor.shape]) for factor in factors)
         raise ValueError(
-            f"factor {name!r} is {shapes}, and the model's layer needs order {order}: the run had "
-            f"another model, or another coverage"
+            f"factor {name!r} has shape {shapes}, but the model's layer needs order {order}: the "
+            f"run used a different model or coverage"
         )
     blocks = [factor.reshape(groups, *factor.shape[-2:]) for factor in factors]
     values, vectors = zip(*map(eigenbasis, blocks))

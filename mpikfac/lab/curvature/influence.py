@@ -56,9 +56,9 @@ def influence(
         and the examples of this rank.
 
     Raises:
-        ValueError: a module is in training mode, or a loss is not that of one example.
+        ValueError: a module is in training mode, or there is not one loss per example.
         UserError: the solutions for all queries do not fit into memory, or into a message; the
-            line says how many queries do.
+            error says how many queries would fit.
     """
     gradients_of = query_gradients(curvature, measure or losses, queries)
     solved = curvature.apply_to_matrices(gradients_of, damped_power(-1.0, damping))
@@ -113,7 +113,7 @@ def query_gradients(curvature: Curvature, losses: Losses, queries: Any) -> dict[
 def inner_products(
     curvature: Curvature, matrices: Mapping[str, Tensor], losses: Losses, examples: Iterable[Any]
 ) -> Tensor:
-    """Return products of all ranks' vectors with gradients of this rank's examples, over N.
+    """Return products of all ranks' vectors with gradients of this rank's examples, divided by N.
 
     Collective over: comm of the curvature.
 
@@ -158,8 +158,8 @@ def _check_size(owners: Owners, queries: int) -> None:
         most = sum(counts) * min(memory * elements, MAX_COUNT * needed) // (needed * elements)
         raise UserError(
             f"{sum(counts)} queries with {parameters:,} parameters need {needed:,} bytes on a "
-            f"rank, which has {memory:,}, and messages of {elements:,} elements, at most "
-            f"{MAX_COUNT:,}; pass at most {most} at a time"
+            f"rank, which has {memory:,}, and messages of {elements:,} elements, which can have at "
+            f"most {MAX_COUNT:,}; pass at most {most} at a time"
         )
 
 

@@ -1,4 +1,4 @@
-"""Tensors by the names of parameters as the matrices of layers, and back."""
+"""Convert tensors by parameter name to matrices by layer, and back."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class ParameterMatrices:
             if tensor.shape[-parameter.dim() :] != parameter.shape:
                 raise ValueError(
                     f"the vector's {name} is {[*tensor.shape]}, but the parameter is "
-                    f"{[*parameter.shape]}; pass a tensor of this shape, or with examples before it"
+                    f"{[*parameter.shape]}; pass a tensor of this shape, or with a leading "
+                    f"dimension of examples"
                 )
         rows = [t[None] if t.dim() == p.dim() else t for t, p in zip(given, layer.parameters)]
 
@@ -83,8 +84,8 @@ class ParameterMatrices:
         """Return the tensors of covered parameters, the inverse of `matrices`.
 
         Args:
-            like: tensors whose dtype and leading dimension the results get; None for those of the
-                matrices.
+            like: tensors whose dtype and leading dimension the results take; None to keep those of
+                the matrices.
         """
         tensors: dict[str, Tensor] = {}
         for name, layer in self._layers.items():

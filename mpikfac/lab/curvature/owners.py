@@ -1,4 +1,4 @@
-"""Layers divided over ranks: each rank decomposes its own, and answers the vectors of all ranks."""
+"""Divide layers over ranks: each rank decomposes its own layers, and serves all ranks' vectors."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def elements_to(sizes: Sequence[int], examples: Sequence[int]) -> list[list[int]
     """Return how many elements of vectors each rank sends to each owner.
 
     Args:
-        sizes: the elements of an example in the layers of each owner.
+        sizes: the number of elements that a vector has in each owner's layers.
         examples: the number of vectors of each rank.
     """
     return [[count * size for size in sizes] for count in examples]
 
 
 def query_messages(sizes: Sequence[int], examples: Sequence[int], rank: int) -> list[Message]:
-    """Return the messages of a rank in which vectors are sent to owners, and return."""
+    """Return a rank's messages that send vectors to owners, and return the results."""
     if len(sizes) == 1:
         return []
     count = message(COUNT, "Allgather", "owners", [(0, 1)], len(sizes), ITEMSIZE, rank)
@@ -65,7 +65,7 @@ def sum_messages(sizes: Sequence[int], rank: int) -> list[Message]:
 
 
 def publish_messages(counts: Sequence[int], rank: int) -> list[Message]:
-    """Return the message of a rank that gives `counts` elements of each rank to all ranks."""
+    """Return a rank's message that gathers `counts` elements, by rank, on all ranks."""
     if len(counts) == 1:
         return []
     spans = list(pairwise([0, *accumulate(counts)]))
@@ -73,7 +73,7 @@ def publish_messages(counts: Sequence[int], rank: int) -> list[Message]:
 
 
 class Owners:
-    """Divide layers over ranks, and exchange what belongs to layers.
+    """Divide layers over ranks, and exchange the vectors and tensors of layers.
 
     Collective over: comm.
 
@@ -84,7 +84,7 @@ class Owners:
         names: the names of each rank's layers.
         own: the names of this rank's layers.
         shapes: the shape `[groups, outputs, inputs]` of each layer's matrix.
-        sizes: the elements of a vector in the layers of each rank.
+        sizes: the number of elements that a vector has in each rank's layers.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class Owners:
     def ask(
         self, matrices: Mapping[str, Tensor], answer: Callable[[str, Tensor], Tensor]
     ) -> dict[str, Tensor]:
-        """Return the answers of the owners of layers to this rank's matrices, by layer.
+        """Return the layer owners' answers to this rank's matrices, by layer.
 
         Args:
-            matrices: `[examples, groups, outputs, inputs]` by layer, of any number of examples.
-            answer: maps the name of a layer of this rank, and matrices of all ranks, to matrices of
-                the same shape.
+            matrices: `[examples, groups, outputs, inputs]` by layer, with any number of examples.
+            answer: maps the name of one of this rank's layers, and the matrices of all ranks, to
+                matrices of the same shape.
 
         Collective over: owners.
         """
@@ -155,7 +155,7 @@ class Owners:
     def publish(
         self, tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]
     ) -> dict[str, Tensor]:
-        """Return tensors of layers, by layer, from those of this rank's layers.
+        """Return the tensors of all ranks' layers, by layer, given those of this rank's layers.
 
         Args:
             shapes: the shape of each layer's tensor, for the layers to publish.
@@ -218,7 +218,7 @@ class Owners:
         return {name: tensor.to(self._device) for name, tensor in found.items()}
 
     def integers(self, own: int) -> list[int]:
-        """Return an integer of each rank, such as its number of examples.
+        """Return one integer from each rank, such as its number of examples.
 
         Collective over: owners.
         """

@@ -1,4 +1,4 @@
-"""Gradients of single examples as products of the vectors that layers see.
+"""Compute gradients of single examples as products of the vectors that layers receive.
 
 The gradient of an example in a layer is the sum of `g a^T` over positions and calls. One ordinary
 backward pass yields the inputs and the output gradients of all layers, from which the vectors `a`
@@ -29,7 +29,7 @@ class RecordedCall(NamedTuple):
     """A call of a layer in a pass over a batch.
 
     Attributes:
-        layer: the layer, for all of its groups or one.
+        layer: the layer, for all of its groups or for one of them.
         x: the input, in the model's dtype.
         g: the gradients of the examples' own losses at the output.
     """

@@ -1,14 +1,14 @@
-"""SOURCE for a run of K-FAC: influence along the training, in the run's own eigenbases.
+"""SOURCE for a K-FAC run: influence over the course of training, in the run's own eigenbases.
 
 SOURCE [Bae et al. 2024] follows how a change of an example's weight propagates through the steps of
-the training. Over a segment of the training, the curvature is constant. A step of K-FAC multiplies
-the gradient by `1 / (s + damping)` in the eigenbasis in which the curvature of the loss is s, and
-the optimizer adds the weight decay to the result, so a deviation of the weights is multiplied by
-`1 - lr q` with `q = s / (s + damping) + weight_decay`. After steps with learning rates of sum L,
-the factors have become
+the training. The curvature is taken as constant over a segment of the training. A K-FAC step
+multiplies the gradient by `1 / (s + damping)` in the eigenbasis in which the loss has curvature s,
+and the optimizer adds the weight decay to the result, so a deviation of the weights is multiplied
+by `1 - lr q` with `q = s / (s + damping) + weight_decay`. After steps whose learning rates sum to
+L, the factors are
 
-    exp(-L q)                               of a deviation before the segment
-    (1 - exp(-L q)) / (q (s + damping))     of a constant change of the gradient
+    exp(-L q)                               for a deviation from before the segment
+    (1 - exp(-L q)) / (q (s + damping))     for a constant change of the gradient
 
 No damping has to be chosen, and momentum only changes L.
 """
@@ -32,14 +32,15 @@ from mpikfac.settings import Damping
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a training with K-FAC, in which the curvature is taken as constant.
+    """A part of a K-FAC run in which the curvature is taken as constant.
 
     Attributes:
-        curvature: at a checkpoint of the segment, with a model of its own.
-        length: the sum of the learning rates of all steps, divided by 1 - momentum; times the
-            factors of a clip.
-        damping: that of the run's preconditioner; see `damping_of` for a relative one with blocks.
-        weight_decay: that of the optimizer, which adds it to the preconditioned gradient.
+        curvature: the curvature at a checkpoint of the segment, with its own model.
+        length: the sum over steps of the learning rate, times the factor of a clip if there is one,
+            divided by 1 - momentum.
+        damping: the damping of the run's preconditioner; see `damping_of` for relative damping of
+            blocks.
+        weight_decay: the weight decay, which the optimizer adds to the preconditioned gradient.
     """
 
     curvature: Curvature
@@ -83,14 +84,15 @@ def source(
     Collective over: comm of the curvatures. Each rank passes its own examples and queries.
 
     Args:
-        segments: of the training, in order; queries are measured at the weights of the last one.
+        segments: the segments of the training, in order; queries are measured at the weights of the
+            last one.
         losses: see `influence`.
         examples: see `influence`; the batches are read once for each segment.
         queries: see `influence`.
         measure: see `influence`.
 
     Returns:
-        Scores `[queries, examples]` as of `influence`.
+        Scores `[queries, examples]`, as returned by `influence`.
 
     Raises:
         ValueError: see `influence`; or there is no segment.

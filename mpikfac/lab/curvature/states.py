@@ -40,18 +40,18 @@ def _newest(path: Path) -> Path:
     for root in (path / "checkpoints", path):
         if root.is_dir() and (newest := latest_checkpoint(root)):
             return newest
-    raise UserError("there is no complete one; give the directory of a checkpoint or of a run")
+    raise UserError("no complete checkpoint found; pass the directory of a checkpoint or of a run")
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Load the weights and buffers of a checkpoint.
 
     Raises:
-        ValueError: the checkpoint has weights for each rank.
-        RuntimeError: they are not those of the model.
+        ValueError: the checkpoint has different weights for each rank.
+        RuntimeError: the weights do not fit the model.
     """
     if any(name.startswith(OF_COPY.partition("{")[0]) for name in checkpoint):
-        raise ValueError("the ranks of the run had different weights; average them, and save again")
+        raise ValueError("the run's ranks had different weights; average them, and save again")
     names = [name for name in checkpoint if name.startswith(OF_MODEL)]
     tensors = {name.removeprefix(OF_MODEL): checkpoint[name] for name in names}
     model.load_state_dict(cast(dict[str, Any], tensors))
@@ -68,7 +68,7 @@ def factors(layer: Layer, items: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     names = _factor_names(layer, items)
     for name in (name for of_side in names.values() for name in of_side):
         if not items[_weight_of(name)]:
-            raise ValueError(f"{name!r} contains no batch; take a later checkpoint")
+            raise ValueError(f"{name!r} contains no batch; use a later checkpoint")
     return {side: [unfold_triangle(items[n]) for n in names[side]] for side in names}
 
 
@@ -90,7 +90,7 @@ def _factor_names(layer: Layer, names: Collection[str]) -> dict[str, list[str]]:
     if missing := [side for side in layer.shape.sides if not found[side]]:
         raise ValueError(
             f"the state has no factor {layer.name}.{missing[0]}: its run took no step, or trained "
-            f"the layer without factors of a Fisher matrix; to leave the layer out, give "
+            f"the layer without factors of a Fisher matrix; to leave the layer out, pass "
             f"coverage=mpikfac.Coverage(skip=[{layer.path!r}]) and skip=[{layer.path!r}]"
         )
     return found

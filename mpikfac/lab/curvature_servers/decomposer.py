@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class OnCurvatureServers(AtOnce):
-    """Send a training rank's factors to a curvature server, request by request.
+    """Send a training rank's factors to a curvature server, and receive the decompositions.
 
     Collective over: the team's intercommunicator.
 
@@ -64,7 +64,7 @@ class OnCurvatureServers(AtOnce):
                 sent[factor.name].copy_(request.packed[factor.name])
                 if factor.name in request.added:
                     sent[factor.added].copy_(request.added[factor.name])
-                elif factor.name in request.precise:  # the same element is 1 for float64
+                elif factor.name in request.precise:  # the same element is 1 to request float64
                     sent[factor.added].fill_(float(request.precise[factor.name]))
             route = plan.grid.curvature_server(plan.rank), plan.turns.index(turn)
             wait_sent = begin_send(self._link, sent.flat, *route)
@@ -84,7 +84,7 @@ class OnCurvatureServers(AtOnce):
         return take
 
     def check_same_model(self) -> None:
-        """Raise an error for a change of the trained parameters: servers know only the first plan.
+        """Raise an error, because the trained parameters changed, and servers keep the first plan.
 
         Raises:
             UserError: always.
@@ -110,13 +110,15 @@ def run_curvature_server(
 ) -> None:
     """Decompose on a curvature server for the training ranks, until all of them close.
 
-    Requests are served in order of arrival; a rank has at most one open request, so none starves.
+    Requests are served in order of arrival. A rank has at most one open request, so no rank
+    starves.
 
     Collective over: curvature.
 
     Args:
         team: from `split_comm`.
-        device: where to decompose; a device of the training ranks' kind gives the same results.
+        device: where to decompose; the results are those of training ranks with the same kind of
+            device.
         trace: records seconds and bytes of the stages.
     """
     if (curvature := team.intercomm) is None:

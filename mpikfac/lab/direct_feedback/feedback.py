@@ -29,8 +29,8 @@ class DirectFeedback:
         mpikfac.DirectFeedback(trainer, ["layer1", "layer2"], seed=0)
 
     The program does not change: the backward pass of the loss computes the gradients of all blocks.
-    Without gradients (`torch.no_grad`), the model is unchanged. The signs follow from the seed, the
-    positions and the shapes, so checkpoints need not store them.
+    Under `torch.no_grad`, the model works as before. The signs follow from the seed and from the
+    positions and shapes of the blocks, so checkpoints need not store them.
 
     Collective over: none; use the same arguments on all ranks.
 
@@ -39,8 +39,8 @@ class DirectFeedback:
         seed: the seed of the signs.
 
     Raises:
-        ValueError: the model has no such module, or the trainer needs the true gradients of layers'
-            outputs.
+        ValueError: the model has no module with one of the names, or the trainer needs the true
+            gradients of layers' outputs.
     """
 
     def __init__(self, trainer: Trainer, ends: Sequence[str], seed: int = 0) -> None:
@@ -72,7 +72,7 @@ class DirectFeedback:
         self._outputs.clear()
 
     def _end_block(self, number: int, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Block gradients from the next block to this one."""
+        """Stop gradients from flowing from the next block to this one."""
         if not torch.is_grad_enabled():
             return output
         if not torch.is_tensor(output):
@@ -97,7 +97,7 @@ class DirectFeedback:
             raise ValueError("direct feedback needs the same examples in the outputs of all blocks")
         if len(outputs) and any(outputs.data_ptr() == y.data_ptr() for _, y in ends):
             raise ValueError(
-                "direct feedback: the last block ends with the model; leave out its end"
+                "direct feedback: the last block ends with the model; leave it out of ends"
             )
         signs = [self._signs_of(number, y, outputs.shape[1]) for number, y in ends]
         return _Connect.apply(outputs, signs, *(y for _, y in ends))  # type: ignore[no-untyped-call]
@@ -132,8 +132,8 @@ def fed_back(error: Tensor, signs: Tensor) -> Tensor:
     """Return the error at the output of a block, `[batch, n]`.
 
     Args:
-        error: at the outputs of the model, `[batch, classes]`.
-        signs: `[classes, n]`.
+        error: the error at the model's outputs, `[batch, classes]`.
+        signs: the block's signs, `[classes, n]`.
     """
     return error @ signs.to(error.dtype) / math.sqrt(signs.shape[1])
 
@@ -149,10 +149,10 @@ def check_feedback(trainer: Trainer) -> None:
     if of_outputs := [factor.name for factor in made if factor.side == "G"]:
         raise ValueError(
             f"direct feedback needs Estimator(fisher_type='forward-only'), or a preconditioner of "
-            f"the averaged gradient: {of_outputs[0]} would be computed from false gradients"
+            f"the averaged gradient: {of_outputs[0]} would be computed from fed-back errors"
         )
     if settings is not None and settings.grafting.needs_batch:
         raise ValueError(
-            "direct feedback needs a grafting other than QuadraticModel(), which is a model of "
-            "the true gradient"
+            "direct feedback needs a grafting other than QuadraticModel(), which models the loss "
+            "by its true gradient"
         )

@@ -34,13 +34,13 @@ OF_NODES = Combination(
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Replicas(Synchronization):
-    """The base of methods in which ranks step replicas of the model between two exchanges.
+    """Base class for methods in which ranks step replicas of the model between two exchanges.
 
     Attributes:
         sync_every: the number of steps from one exchange of weights to the next; at least 2.
         warmup_steps: the number of steps at the start in which ranks average gradients instead of
             exchanging weights [post-local SGD, Lin et al. 2020].
-        factor_aggregation: how the factors of ranks are combined.
+        factor_aggregation: how the ranks' factors are combined.
     """
 
     local_steps: ClassVar[bool] = True
@@ -72,7 +72,7 @@ class Replicas(Synchronization):
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether ranks ever average gradients: in a warm-up."""
+        """Whether ranks ever average gradients, as they do in a warm-up."""
         return self.warmup_steps > 0
 
     # -- when ------------------------------------------------------------------------------------
@@ -87,18 +87,18 @@ class Replicas(Synchronization):
         return self.alone(step) and (step + 1 - self.warmup_steps) % every == 0
 
     def turn(self, step: int) -> int | None:
-        """Return the number of parts sent before the one due after `step`; None if none is due."""
+        """Return how many parts were sent before the one due after `step`; None if none is due."""
         turns, later = divmod(step + 1 - self.warmup_steps, self.sync_every // self.fragments)
         return turns - 1 if self.alone(step) and not later else None
 
     def share_of_steps(self, stage: str) -> float:
-        """Return the fraction of steps that end with messages of an exchange's stage."""
+        """Return the fraction of steps that end with messages of `stage`, a stage of exchanges."""
         return 1 / self.sync_every
 
     # -- in the plan -----------------------------------------------------------------------------
 
     def messages(self, rank: RankPlan) -> list[Message]:
-        """Return the reductions in a node, and the messages with replicas or their changes."""
+        """Return the reductions in a node, and the messages that contain replicas or changes."""
         from mpikfac.lab.local_sgd.messages import PlannedCopies
 
         copies = PlannedCopies(rank)
@@ -136,7 +136,7 @@ class Replicas(Synchronization):
         return Copies(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method on the axes of `axes`."""
+        """Return the method's values on the axes of `axes`."""
         later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
         nodes = {"architecture": "nodes"} if self.replicas == "node" else {}
         return {"synchronisation": f"weights every {self.sync_every} steps{later}", **nodes}
@@ -149,7 +149,7 @@ class LocalSGD(Replicas):
     Attributes:
         replicas: "rank": each rank steps its own replica. "node": each node of `ranks_per_node`
             ranks steps one replica with the mean gradient of the node; exchanges are between nodes.
-        aggregation: how the weights of replicas are combined.
+        aggregation: how the replicas' weights are combined.
     """
 
     name: ClassVar[str] = "local-sgd"
@@ -181,7 +181,7 @@ ONE_LEVEL = tuple(
         f"sync.{field}",
         None,
         {"transport.ranks_per_node": None, "sync.replicas": "node"},
-        "a reduction in the background has one level: between ranks, or between nodes",
+        "a reduction in the background has a single level: between ranks, or between nodes",
         default,
         any_of=True,
     )
@@ -208,7 +208,7 @@ class DiLoCo(LocalSGD):
     et al. 2025].
 
     Attributes:
-        outer_lr: the learning rate of the outer step; 1, without momentum, is local SGD.
+        outer_lr: the learning rate of the outer step; with 1 and no momentum, this is local SGD.
         outer_momentum: the Nesterov momentum of the outer step.
         fragments: the number of parts of the model; each is exchanged every `sync_every` steps.
         delay: the number of steps between sending a part and using the mean. The reduction
@@ -267,7 +267,7 @@ class DiLoCo(LocalSGD):
         return Streamed(site, gradients) if self.streams else OuterStep(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method on the axes of `axes`."""
+        """Return the method's values on the axes of `axes`."""
         later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
         outer = " by an outer step" if self.outer_momentum else ""
         if self.fragments > 1:
@@ -339,6 +339,6 @@ class DASO(Replicas):
         return Streamed(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method on the axes of `axes`."""
+        """Return the method's values on the axes of `axes`."""
         beside = {"overlap": "steps after an exchange"} if self.delay else {}
         return {**super().described(), **beside}

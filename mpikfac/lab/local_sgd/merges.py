@@ -27,11 +27,11 @@ DIVERGED = (
 
 
 class Merge:
-    """The base of rules for exchanges of weights; replicas are equal at first.
+    """Base class for weight-exchange rules. All replicas start out equal.
 
     Attributes:
         unites: whether an exchange makes all replicas equal.
-        kept: what a checkpoint stores: named tensors, equal on all ranks except for `OWN_MOMENTUM`.
+        kept: the named tensors that a checkpoint stores, equal on all ranks but for `OWN_MOMENTUM`.
         copies: the replicas of the model in the plan.
         copy: a buffer for the rank's replica: weights, then running statistics and votes.
         weights: the trained part of the buffer.
@@ -126,14 +126,14 @@ class Merge:
             raise UserError(DIVERGED)
 
     def reset(self) -> None:
-        """Forget earlier steps."""
+        """Discard the memory of earlier steps."""
         for tensors in self.kept.values():
             for tensor in tensors.values():
                 tensor.zero_()
 
 
 class AverageMerge(Merge):
-    """Replace all replicas by their mean, by the result of a rule, or by a mean of changes."""
+    """Replace all replicas by their mean or a rule's result, from their weights or changes."""
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
@@ -187,7 +187,8 @@ class Streamed(OuterStep):
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        self._under_way: dict[int, tuple[int, int]] = {}  # by part: step of use, sending member
+        # By part: the step at which its mean is used, and the member that sends it.
+        self._under_way: dict[int, tuple[int, int]] = {}
         parts = range(self.sync.fragments)
         names = self.copies.fragments
         self._parts = [[s for s in self._slots if names[s.block.name] == part] for part in parts]
@@ -217,7 +218,7 @@ class Streamed(OuterStep):
         return len(self._parts) - 1 in due
 
     def unite(self) -> None:
-        """Use all means in flight; then exchange all parts, without mixing in the replica."""
+        """Use all means in flight, and then exchange all parts without mixing."""
         for part in list(self._under_way):
             self._use(part, self._own)
         for part in range(len(self._parts)):
@@ -227,11 +228,11 @@ class Streamed(OuterStep):
         self.keep()
 
     def _send(self, part: int, use: int = 0, place: int = 0) -> None:
-        """Start to average the changes of a part since its last exchange.
+        """Start averaging the changes of a part since its last exchange.
 
         Args:
             use: the step at which the mean is used.
-            place: the position in each node of the rank that sends.
+            place: the position, in each node, of the rank that sends.
         """
         self._under_way[part] = use, place
         slots = self._parts[part]
@@ -277,11 +278,11 @@ class Streamed(OuterStep):
         change.copy_(before)
 
     def _sends(self, place: int) -> bool:
-        """Return whether the rank sends for its node if the member at `place` is due."""
+        """Return whether the rank is the one that sends for its node, the member at `place`."""
         return self.plan.rank % self.copies.node == place
 
     def reset(self) -> None:
-        """Forget earlier steps, and the means in flight, whose reductions end first.
+        """Discard earlier steps, and the means in flight after their reductions have ended.
 
         Collective over: world.
         """
@@ -296,7 +297,7 @@ class Streamed(OuterStep):
 
 
 class SeparateMerge(Merge):
-    """The base of rules whose replicas stay separate; their mean is the state of the run."""
+    """Base class for rules whose replicas stay separate; their mean is the state of the run."""
 
     unites = False
 
@@ -311,14 +312,14 @@ class SeparateMerge(Merge):
 class Leader(SeparateMerge):
     """Move each replica towards the one with the lowest mean loss [Teng et al. 2019].
 
-    A node with several replicas also has a leader. At first, the leaders are the common weights.
+    A node with several replicas also has a leader. Initially, all leaders have the common weights.
     """
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
         self._leaders = [self._arena() for _ in self.copies.led]
         of_node = [self.sync.in_node] * (len(self._leaders) - 1)
-        # the intervals of the leader of all ranks, then of the node's leader
+        # The intervals for the leader of all ranks, then for the node's leader.
         self._every = [self.sync.sync_every, *of_node]
         self._statistics = self.copies.average_statistics()
         self._messages = self.copies.average_copies()
@@ -326,7 +327,7 @@ class Leader(SeparateMerge):
         self._next: float | Tensor | None = None
 
     def keep(self) -> None:
-        """Use the current weights as those of the leaders."""
+        """Use the current weights as the leaders' weights."""
         self.read()
         for leader in self._leaders:
             leader.flat.copy_(self.copy.flat)
@@ -337,7 +338,7 @@ class Leader(SeparateMerge):
         self._next = loss.detach() if isinstance(loss, Tensor) else loss
 
     def begin_step(self, alone: bool) -> None:
-        """Begin a step; if `alone`, the rank's loss counts.
+        """Begin a step; if `alone`, record the rank's loss.
 
         Raises:
             ValueError: no loss was reported.
@@ -366,7 +367,7 @@ class Leader(SeparateMerge):
         return due[0]
 
     def reset(self) -> None:
-        """Forget earlier steps, and their losses."""
+        """Discard earlier steps, and their losses."""
         super().reset()
         self._heard, self._next = [], None
 
@@ -398,7 +399,7 @@ class Leader(SeparateMerge):
         return losses
 
     def _move(self, due: Sequence[bool]) -> None:
-        """Move the replica in the buffer towards each leader: by a step if due, else a little."""
+        """Move the replica in the buffer towards each leader, farther if the leader is due."""
         rule, before = self.sync, self.weights.clone()
         for leader, now, every in zip(self._leaders, due, self._every):
             share = rule.leader_step if now else rule.leader_pull / every
@@ -420,7 +421,7 @@ class Elastic(SeparateMerge):
         self.kept = {"exchanges": {"count": self._exchanges}, OWN_MOMENTUM: self._momentum}
 
     def _pull(self, pull: float, most: float) -> float:
-        """Return a pull after the exchanges so far; it grows up to `most`."""
+        """Return a pull after the exchanges so far; it grows, but not beyond `most`."""
         growth = int(self._exchanges) * math.log1p(self.sync.growth)
         return min(pull * math.exp(min(growth, LARGEST)), most)
 

@@ -108,7 +108,7 @@ class PlannedCopies:
         ]
 
     def streams(self) -> list[Message]:
-        """Return the reductions of the parts of a replica; between nodes, with Bcasts in nodes."""
+        """Return the reductions of a replica's parts; if between nodes, also Bcasts in nodes."""
         stage, size = names.EXCHANGE_WEIGHTS, self.rank.itemsizes.numbers
         if self.sync.replicas == "rank":
             return stages.summed(self.rank, stage, self.layout, self.fragments)
@@ -130,7 +130,7 @@ class PlannedCopies:
         return teams
 
     def from_leader(self, over: str, root: int) -> list[Message]:
-        """Return the messages with the replica of rank `root` to the ranks that it leads.
+        """Return the messages that send the replica of rank `root` to the ranks that it leads.
 
         A replica of a node is sent once between nodes, and then inside the nodes.
         """

@@ -135,17 +135,17 @@ class Copies(OneModel):
     # -- state -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget what is stored between exchanges."""
+        """Discard what is stored between exchanges."""
         self.rule.reset()
 
     def items(self) -> Iterator[Item]:
-        """Return what is stored between exchanges, equal on all ranks except for momentum."""
+        """Yield what is stored between exchanges, equal on all ranks except for momentum."""
         for name, tensors in self.rule.kept.items():
             for block, tensor in tensors.items():
                 yield Item(f"{OF_EXCHANGE}{name}/{block}", tensor)
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return all names of what is stored, of which `names` has some."""
+        """Return the names of everything stored if `names` has any of them, else none."""
         complete = super().complete(names)
         return complete if complete & set(names) else set()
 
@@ -163,10 +163,10 @@ class Copies(OneModel):
         return of_copies(state, self.plan.rank)
 
     def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state of the rank's replica; of rank 0's if all are equal.
+        """Return the state of the rank's replica, or of rank 0's if all are equal.
 
-        The state of a replica is that of the first rank that steps it, even if the run had other
-        nodes.
+        The state of a replica is that of the first rank that steps it, even if the run had
+        different nodes.
         """
         steps = state.get(STEPS)
         alone = isinstance(steps, int) and self._sync.alone(steps)
@@ -199,7 +199,7 @@ def of_copies(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 def of_rank(state: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
-    """Return the state of the rank's replica; of rank 0's if the rank has none."""
+    """Return the state of the rank's replica, or of rank 0's if the rank has none."""
     prefix = OF_COPY.format(rank)
     names = {name: name for name in state if not name.startswith(OF_COPY.partition("{")[0])}
     names |= {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}

@@ -23,8 +23,8 @@ class LSGD(Replicas):
 
     Attributes:
         replicas: what steps a replica; see `LocalSGD`.
-        local_sync_every: the number of steps from one exchange with the leader of the node to the
-            next; it divides `sync_every`. None: the node's leader and the leader of all ranks
+        local_sync_every: the number of steps from one exchange with the node's leader to the next,
+            which must divide `sync_every`. None: the node's leader and the leader of all ranks
             change at the same steps.
         leader_step: the fraction of the distance to a leader that an exchange covers.
         leader_pull: the fraction of the distance that all steps between two exchanges cover
@@ -67,15 +67,15 @@ class LSGD(Replicas):
 
     @property
     def in_node(self) -> int:
-        """The number of steps from one exchange with the leader of a node to the next."""
+        """The number of steps from one exchange with the node's leader to the next."""
         return self.local_sync_every or self.sync_every
 
     def share_of_steps(self, stage: str) -> float:
-        """Return the fraction of steps that end with messages of an exchange's stage."""
+        """Return the fraction of steps that end with messages of `stage`, a stage of exchanges."""
         return 1 / (self.in_node if stage == names.EXCHANGE_IN_NODE else self.sync_every)
 
     def exchange(self, copies: PlannedCopies) -> list[Message]:
-        """Return the messages with the leaders' replicas, and reductions of running statistics."""
+        """Return the messages that send leaders' replicas, and reductions of running statistics."""
         teams = copies.led.items()
         led = [m for over, team in teams for m in copies.from_leader(over, team.start)]
         return led + copies.average_statistics()
@@ -91,5 +91,5 @@ class LSGD(Replicas):
         return Leader(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method on the axes of `axes`."""
+        """Return the method's values on the axes of `axes`."""
         return {**super().described(), "combination": "towards the copy with the lowest loss"}

@@ -1,1 +1,1 @@
-"""Clients that train with servers of weights, without waiting for each other."""
+"""Clients that train with parameter servers, without waiting for each other."""

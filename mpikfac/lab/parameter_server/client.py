@@ -74,8 +74,8 @@ class AsyncSGD(Trainer):
 
     Args:
         optimizer: the same as on the servers, which step it; here it sets hyperparameters such as
-            the learning rate. A changed hyperparameter is sent with the next update, and applies to
-            all later updates.
+            the learning rate. A changed hyperparameter is sent with the next update, and applies
+            from then on.
         team: the result of `split_comm`.
         strategy: a `ParameterServer` as `sync`, and what the ranks of a client exchange.
 
@@ -121,7 +121,7 @@ class AsyncSGD(Trainer):
     def combined(self) -> bool:
         """Whether all clients have met since the last step, so that all have the same model.
 
-        If so, votes are those of all clients. Otherwise they are the latest of each client.
+        If so, votes are those of all clients. Otherwise, they are each client's latest.
         """
         return self._client.heard
 
@@ -129,8 +129,8 @@ class AsyncSGD(Trainer):
     def staleness(self) -> Counter[int]:
         """The number of the client's updates by staleness.
 
-        Staleness is the number of updates of other clients that were applied between the weights
-        that an update was computed from and the update itself.
+        The staleness of an update is the number of other clients' updates that were applied after
+        its weights had been fetched.
         """
         return self._client.staleness
 
@@ -250,8 +250,8 @@ class Client(OneModel):
         self._trained = [s for s in gradients.slots if s.block.parameters]
         self._outgoing, self._incoming = on_host(flat), torch.empty_like(flat, device="cpu")
         self._spans = [slice(*span) for span in spans(layout, self.choices.servers)]
-        # Servers receive only changed numbers: an optimizer can count steps in a group, and only
-        # the servers' optimizers take steps.
+        # Servers receive only changed hyperparameters: an optimizer can count its steps in a
+        # parameter group, and only the servers' optimizers take steps.
         self._numbers = dict(group_settings(optimizer))
         self._changed: set[str] = set()
 
@@ -367,7 +367,7 @@ class Client(OneModel):
         copy_all(copy for slot in slots for copy in slot.block.values_from(slot.parts))
 
     def _new_numbers(self) -> dict[str, float]:
-        """Return the numbers of the optimizer that the program has ever changed."""
+        """Return the optimizer's hyperparameters that the program has changed so far."""
         present = dict(group_settings(self.optimizer))
         self._changed |= {n for n, value in present.items() if value != self._numbers.get(n)}
         return {name: present[name] for name in self._changed}
@@ -418,7 +418,7 @@ class ClientMethod(Method):
         self.is_consistent = False
 
     def prepare_change(self) -> None:
-        """Raise an error for a change of the trained parameters, which servers do not know.
+        """Raise an error, because the trained parameters changed, which servers do not support.
 
         Raises:
             UserError: always.
@@ -430,7 +430,7 @@ class ClientMethod(Method):
 
 
 class ClientFactory(MethodFactory):
-    """Create the objects of which a client's ranks consist."""
+    """Create the objects that a client's ranks need."""
 
     def __init__(
         self,
@@ -474,8 +474,8 @@ def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> Paramet
     servers = team.intercomm.remote_size if team.intercomm else 0
     if servers != choices.servers:
         raise ValueError(
-            f"servers={choices.servers}, but the team has {servers}; pass what "
-            f"mpikfac.split_comm(comm, {choices.servers}) returned to the trainer"
+            f"servers={choices.servers}, but the team has {servers}; pass the result of "
+            f"mpikfac.split_comm(comm, {choices.servers}) to the trainer"
         )
     strategy.check_ranks(team.trains.size)
     if choices.fetches > 1 and not isinstance(optimizer, SGD):

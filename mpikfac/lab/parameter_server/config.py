@@ -1,4 +1,4 @@
-"""Clients that train with servers of weights, without waiting for each other."""
+"""Clients that train with parameter servers, without waiting for each other."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ParameterServer(Synchronization):
         check_divides("sync.ranks_per_client", self.ranks_per_client, ranks)
 
     def described(self) -> dict[str, str]:
-        """Return the method on the axes of `axes`."""
+        """Return the method's values on the axes of `axes`."""
         batches = "a batch" if self.push_interval == 1 else f"{self.push_interval} batches"
         size = self.ranks_per_client
         clients = f", clients of {size} ranks" if size > 1 else ""

@@ -1,4 +1,4 @@
-"""The weights that clients share: a server steps them by updates, in order of arrival."""
+"""The weights that clients share: a server applies updates to them in order of arrival."""
 
 from __future__ import annotations
 
@@ -60,17 +60,16 @@ log = logging.getLogger("mpikfac")
 def run_parameter_server(
     model: nn.Module, optimizer: Optimizer, team: SplitComm, trace: Trace | None = None
 ) -> list[Counter[int]]:
-    """Step the weights by the updates of clients, until all clients have left.
+    """Step the weights with the clients' updates, until all clients have left.
 
     Args:
-        model: the model of the clients; the server receives the weights of client 0.
+        model: the clients' model; the server receives the weights of client 0.
         optimizer: takes one step per update, with the update as gradient.
         team: the result of `split_comm`.
         trace: records seconds and bytes of the stages.
 
     Returns:
-        The number of updates of each client by staleness, which is the number of updates of other
-        clients between the weights of an update and the update itself.
+        The number of updates of each client by staleness; see `AsyncSGD.staleness`.
 
     Collective over: the team's intercommunicator.
 
@@ -89,7 +88,7 @@ def run_parameter_server(
 
 
 def spans(layout: Layout, servers: int) -> list[tuple[int, int]]:
-    """Return the shards of the servers: neighbouring blocks of a layout, of about equal sizes."""
+    """Return the servers' shards: neighbouring blocks of a layout, of about equal total sizes."""
     places = [*layout.offsets.values(), layout.size]
     equal = [layout.size * server / servers for server in range(1, servers)]
     cuts = [min(places, key=lambda place: abs(place - cut)) for cut in equal]
@@ -104,7 +103,7 @@ def on_host(flat: Tensor) -> Tensor:
 
 
 class Server:
-    """A server of clients, which owns a shard of the weights.
+    """A parameter server, which owns a shard of the weights.
 
     A client is identified by its first rank, as numbered on the other side of the
     intercommunicator.
@@ -180,7 +179,7 @@ class Server:
         self._release()
 
     def _take(self, client: int, tag: int) -> int:
-        """Step by the update of a client, and return the staleness of the update."""
+        """Take a step with a client's update, and return the staleness of the update."""
         request = receive_request(self._link, client, tag)
         with self.trace.stage(RECEIVE_UPDATE, "servers"):
             begin_receive(self._link, self._host, client, tag)()
@@ -233,15 +232,15 @@ class Server:
         self._steps[client] = request.step
         self._votes[client] = request.votes
         if request.wish and self._meet_at is None:
-            # A client beyond a step has received all numbers before it, and all clients receive the
-            # next ones.
+            # No client is ahead of this step, so the answers to the next updates announce the
+            # meeting to all clients in time.
             self._meet_at = max(self._steps.values()) + self._asked.push_interval
 
     def _apply(self, numbers: Mapping[str, float]) -> None:
         """Step the shard of the weights by the update that has arrived.
 
         Blocks with NaN or infinity are ignored. With n clients, a running statistic moves 1/n of
-        the way to the client's, so statistics are means over the last updates of all clients.
+        the way to the client's, so statistics are averages over the clients' last updates.
         """
         for name, number in numbers.items():
             set_group_setting(self.optimizer, name, number)
@@ -277,7 +276,7 @@ class Server:
     def _release(self) -> None:
         """Answer the clients that wait, if the wait is over.
 
-        The warm start ends with the first meeting of the client that trains.
+        The warm start ends at the latest when the client that trains first meets the others.
         """
         first = self._clients[0]
         warm = first in self._present - self._waiting and self.version < self._asked.warmup_updates

@@ -21,11 +21,11 @@ class Parle(Replicas):
         replicas: what steps a replica; see `LocalSGD`.
         gamma: the weight of the difference from the weights after the last exchange, which a step
             adds to the gradient.
-        rho: the weight of the difference from the mean, in addition to the difference from the
-            replica's own average.
-        growth: the relative growth of both weights per exchange; in the paper 1 / (2 B) for B
-            batches per epoch.
-        max_gamma, max_rho: the maximum of `gamma` and `rho` as they grow.
+        rho: the weight of the difference from the mean in the step at an exchange, which also
+            contains the difference from the replica's own average.
+        growth: the relative growth of both weights per exchange; in the paper, it is 1 / (2 B) for
+            B batches per epoch.
+        max_gamma, max_rho: the maximum values that `gamma` and `rho` can grow to.
         alpha: the weight of earlier steps in the running average of a replica's steps.
         outer_lr: the learning rate of the step at an exchange.
         outer_momentum: the Nesterov momentum of that step.
@@ -38,7 +38,7 @@ class Parle(Replicas):
             "sync",
             ("parle",),
             {"compression.gradients": None},
-            "ranks exchange averages of the steps of replicas, which are never merged into one",
+            "ranks exchange averages of their replicas' steps, which are never merged into one",
         ),
     )
 
@@ -80,5 +80,5 @@ class Parle(Replicas):
         return Elastic(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method on the axes of `axes`."""
+        """Return the method's values on the axes of `axes`."""
         return {**super().described(), "combination": "towards the mean of averages of steps"}

@@ -1,4 +1,4 @@
-"""Reduce matrices in low rank.
+"""Reduce low-rank approximations of matrices.
 
 PowerSGD [Vogels et al. 2019] reduces `P = M Q`, makes the columns of P orthonormal, reduces
 `Q = M^T P`, and uses `P Q^T` as the sum of all M. This is one step of a power iteration, which
@@ -27,7 +27,7 @@ class Matrix(NamedTuple):
     inputs: int
 
     def sides(self, rank: int) -> tuple[int, int]:
-        """Return the elements of P `[groups, outputs, rank]` and Q `[groups, inputs, rank]`.
+        """Return the sizes of P `[groups, outputs, rank]` and Q `[groups, inputs, rank]`.
 
         The rank is at most the smaller order.
         """
@@ -46,7 +46,7 @@ def matrix(start: int, shape: Shape, of_groups: bool) -> Matrix:
     A vector is a single row.
 
     Args:
-        of_groups: three dimensions are groups, outputs and inputs.
+        of_groups: whether three dimensions are groups, outputs and inputs.
     """
     groups = shape[0] if of_groups and len(shape) == 3 else 1
     if of_groups:
@@ -60,7 +60,7 @@ def matrix(start: int, shape: Shape, of_groups: bool) -> Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDCodec(Codec):
-    """Products `P Q^T` in place of matrices.
+    """Send products `P Q^T` in place of matrices.
 
     Attributes:
         rank: the number of columns of P and Q.
@@ -80,7 +80,7 @@ class PowerSGDCodec(Codec):
 
     @property
     def reductions(self) -> tuple[int, int]:
-        """The elements of all P, and of all Q."""
+        """The numbers of elements of all P, and of all Q."""
         sides = [matrix.sides(self.rank) for matrix in self.matrices]
         return sum(left for left, _ in sides), sum(right for _, right in sides)
 

@@ -1,4 +1,4 @@
-"""Length and momentum of a step from a quadratic model [Martens & Grosse 2015, 6.4 and 7]."""
+"""The length and momentum of a step from a quadratic model [Martens & Grosse 2015, 6.4 and 7]."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class QuadraticModel(Grafting):
             ),
             (
                 {"relative": False},
-                "the quadratic model has the same damping for all parameters",
+                "the quadratic model uses the same damping for all parameters",
             ),
         )
     )

@@ -31,7 +31,7 @@ log = logging.getLogger("mpikfac")
 
 Direction = Mapping[str, Tensor]
 Criterion = Callable[[Tensor], Tensor]
-PARALLEL = 1e-6  # in float32, a model's products are no more exact
+PARALLEL = 1e-6  # a relative tolerance: a model's products in float32 are not more exact
 
 
 class QuadraticGraft(Graft):
@@ -54,7 +54,7 @@ class QuadraticGraft(Graft):
         super().__init__(grafting, gradients, stacks, model, optimizer)
         self._next: Batch | None = None
         self._batch: Batch | None = None
-        self._compared = False  # whether slopes of the quadratic model have been compared
+        self._compared = False  # whether the loss's slope has been compared with the gradients'
 
     def set_batch(self, inputs: Tensor | tuple[Any, ...], loss: Criterion) -> None:
         """Store the rank's shard of a batch, or a part of it, before the step.
@@ -96,7 +96,7 @@ class QuadraticGraft(Graft):
             gradients = gradients_of(parameters)  # from all ranks
             slopes = inner_products(directions, [gradients])[:, 0].cpu()
             measured, curvatures = self._measured(self._batch, directions)
-            of_loss = slopes / float(shortened)  # before a bound on the norm
+            of_loss = slopes / float(shortened)  # undo the bound on the gradient's norm
             self._compare(measured[0].item(), of_loss[0].item())
             lengths = inner_products(directions, directions).cpu()
             curvatures += damping * lengths
@@ -109,7 +109,7 @@ class QuadraticGraft(Graft):
         return expected
 
     def _spanning(self, parameters: Mapping[str, nn.Parameter]) -> list[Direction]:
-        """Return copies of the directions to combine, by names of parameters."""
+        """Return copies of the directions to combine, by parameter name."""
         covered = {p for layer in self.gradients.layers for p in layer.parameters}
         steps = {n: step.clone() for n, step in gradients_of(parameters).items()}
         inside = {n: step for n, step in steps.items() if parameters[n] in covered}
@@ -144,7 +144,8 @@ class QuadraticGraft(Graft):
         if not (self._compared or 0.1 * expected <= slope <= 10 * expected):
             log.warning(
                 "the loss of grafting.set_batch(inputs, loss) has slope %g along the directions, "
-                "but the gradients have slope %g: pass the loss of backward() to set_batch",
+                "but the gradients have slope %g: pass the loss that backward() differentiates to "
+                "set_batch",
                 *(slope, expected),
             )
         self._compared = True
@@ -171,10 +172,10 @@ class Batch:
 def slopes_and_curvatures(
     model: nn.Module, batch: Batch, directions: Sequence[Direction]
 ) -> tuple[Tensor, Tensor]:
-    """Return slopes `v_i^T gradient` `[n]` and curvatures `v_i^T J^T H J v_j` `[n, n]`, in float64.
+    """Return slopes `v_i^T gradient` `[n]` and curvatures `v_i^T J^T H J v_j` `[n, n]` in float64.
 
     Args:
-        directions: `v_1` to `v_n`, at least one, by names of parameters; missing names are 0.
+        directions: `v_1` to `v_n`, at least one, by parameter name; missing parameters are 0.
     """
     passes = [jacobian_product(model, direction, batch.inputs) for direction in directions]
     products = torch.stack([product for _, product in passes])
@@ -187,7 +188,7 @@ def slopes_and_curvatures(
 
 
 def hessian_product(gradient: Tensor, at: Tensor, vector: Tensor) -> Tensor:
-    """Return the derivative of a gradient by `at` along `vector`; zeros for a constant gradient."""
+    """Return a gradient's derivative at `at` along `vector`; zeros for a constant gradient."""
     if not gradient.requires_grad:
         return torch.zeros_like(at)
     (derivative,) = torch.autograd.grad(gradient, at, vector, retain_graph=True)
@@ -243,9 +244,9 @@ def inner_products(ones: Sequence[Direction], others: Sequence[Direction]) -> Te
 def lowest(slopes: Tensor, curvatures: Tensor) -> Tensor:
     """Return the `x` `[n]` that minimises `1/2 x^T curvatures x - slopes^T x`, in float64.
 
-    Directions of zeros get 0, and parallel directions are treated as one: below about
-    `sqrt(PARALLEL)`, the angle between directions is only rounding. If an element is not finite,
-    all of `x` is 0.
+    Directions of zeros get 0, and parallel directions are treated as one: an angle below about
+    `sqrt(PARALLEL)` is only a rounding error. If any slope or curvature is not finite, all of `x`
+    is 0.
     """
     if not (slopes.isfinite().all() and curvatures.isfinite().all()):
         return torch.zeros_like(slopes)

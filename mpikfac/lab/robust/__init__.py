@@ -1,1 +1,1 @@
-"""Rules that combine the vectors of all ranks even if some of them are wrong."""
+"""Rules that combine the vectors of all ranks even if some of the ranks are faulty."""

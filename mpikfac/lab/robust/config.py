@@ -1,4 +1,4 @@
-"""Rules that combine the vectors of all ranks even if some of them are wrong."""
+"""Rules that combine the vectors of all ranks even if some of the ranks are faulty."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Robust(Aggregation):
-    """The base of rules for vectors, a few of which can be wrong."""
+    """Base class for rules that combine vectors, a few of which may be faulty."""
 
     def attach(self, site: Any) -> Iterable[Any]:
         """Return the memory of the rule, which a checkpoint stores."""
@@ -64,10 +64,10 @@ class GeometricMedian(Robust):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _OfSome(Robust):
-    """The base of rules with a known number of wrong ranks.
+    """Base class for rules that assume a maximum number of faulty ranks.
 
     Attributes:
-        num_byzantine: the maximum number of wrong ranks.
+        num_byzantine: the maximum number of faulty ranks.
     """
 
     num_byzantine: int = 1
@@ -89,13 +89,13 @@ class TrimmedMean(_OfSome):
     """Take the coordinate-wise mean without the smallest and largest values [Yin et al. 2018].
 
     Attributes:
-        num_byzantine: the number of the smallest and of the largest values that are left out.
+        num_byzantine: how many of the smallest and how many of the largest values are left out.
     """
 
     name: ClassVar[str] = "trimmed-mean"
 
     def check_ranks(self, ranks: int) -> None:
-        """Check that there are enough ranks to identify the wrong ones."""
+        """Check that there are enough ranks to identify the faulty ones."""
         self._check(ranks, 2 * self.num_byzantine + 1)
 
     def combine(self, vectors: Tensor) -> Tensor:
@@ -110,13 +110,13 @@ class Krum(_OfSome):
     """Take the vector that is nearest to its neighbours [Blanchard et al. 2017].
 
     Attributes:
-        num_byzantine: the maximum number of wrong ranks.
+        num_byzantine: the maximum number of faulty ranks.
     """
 
     name: ClassVar[str] = "krum"
 
     def check_ranks(self, ranks: int) -> None:
-        """Check that there are enough ranks to identify the wrong ones."""
+        """Check that there are enough ranks to identify the faulty ones."""
         self._check(ranks, 2 * self.num_byzantine + 3)
 
     def products(self, ranks: int) -> int:
@@ -132,7 +132,7 @@ class Krum(_OfSome):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CenteredClipping(Robust):
-    """Add the mean of the clipped differences to the last result [Karimireddy et al. 2021].
+    """Move the last result by the mean clipped difference of vectors [Karimireddy et al. 2021].
 
     Attributes:
         radius: the maximum length of a vector's difference from the result of the previous step.
@@ -175,11 +175,11 @@ class Safeguard(Robust):
         long_window, short_window: the number of steps in the windows.
         threshold: the maximum distance of a good rank, relative to the distance within which most
             ranks lie.
-        floor: a distance that is always acceptable, relative to the length of a random walk of
-            right ranks: the typical distance between two ranks' vectors, times the root of the
-            window.
-        mean_of: the ranks that are averaged: those good "before" the vectors of the step were
-            checked, as published, or "after".
+        floor: a distance that is always accepted, relative to how far the sums of correct ranks
+            drift apart in a random walk: the typical distance between two ranks' vectors, times the
+            square root of the window.
+        mean_of: the ranks that are averaged: those that were good "before" the vectors of the step
+            were checked, as published, or "after".
         reset_interval: the number of steps after which both windows restart and excluded ranks
             count again. 0: a rank is excluded forever.
         noise_std: the standard deviation of noise added to the result.
@@ -211,7 +211,7 @@ class Safeguard(Robust):
         return self.long_window, self.short_window
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule needs: of a step and two windows."""
+        """Return the number of inner products that the rule needs, for a step and two windows."""
         return 3 * ranks**2
 
     def remembered(self, ranks: int) -> int:
@@ -266,7 +266,7 @@ class NearestMajority(Aggregation):
         _check_threshold(self.threshold)
 
     def of_factors(self, blocks: tuple[tuple[int, int, int], ...]) -> NearMost:
-        """Return the rule of messages with factors."""
+        """Return the rule for messages that contain factors."""
         return NearMost(blocks, self.threshold)
 
 

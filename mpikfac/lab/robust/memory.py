@@ -1,4 +1,4 @@
-"""The memory of robust rules, which remember earlier steps of ranks."""
+"""The memory of robust rules, which depend on the ranks' earlier steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpikfac.plan.names import OF_RULE
 
 
 class RuleMemory(Part):
-    """The memory of a rank's robust rules, which is a shard of all ranks' vectors."""
+    """The memory of a rank's robust rules, which refers to its shards of all ranks' vectors."""
 
     PREFIX = ""
 
@@ -20,11 +20,11 @@ class RuleMemory(Part):
         self._combiner.prepare(robust.dealt(site.plan), site.plan.rank, site.dtype)
 
     def reset(self) -> None:
-        """Forget earlier steps."""
+        """Discard the memory of earlier steps."""
         self._combiner.reset()
 
     def items(self) -> Iterator[Item]:
-        """Return the memory of all ranks."""
+        """Yield the memory of all ranks."""
         ranks = self.plan.grid.count
         for rank in range(ranks):
             for stage, rule in self._combiner.rules.items():
@@ -33,7 +33,7 @@ class RuleMemory(Part):
                     yield Item(f"{OF_RULE.format(rank, ranks)}{stage}/{name}", of_rank)
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return all names of the memory, of which `names` has some."""
+        """Return all names of the memory if `names` has any of them, else none."""
         complete = super().complete(names)
         return complete if complete & set(names) else set()
 

@@ -4,7 +4,7 @@ A rule works on each coordinate separately, or computes a weight for each rank. 
 only on the inner products of the vectors, `[ranks, ranks]`, so ranks that hold shards of all
 vectors only need to sum their inner products.
 
-Vectors that are not finite have weight 0, and are the largest in each coordinate.
+Vectors that are not finite get weight 0; in rules by coordinate, NaN counts as the largest value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 STEPS = 100  # of an iteration, at most
-PRECISION = 1e-12  # of weights, where an iteration ends
+PRECISION = 1e-12  # of weights, at which an iteration ends
 ROUNDING = 1e-6  # of distances, as a difference of squares in float64 or of sums in float32
 
 
@@ -21,7 +21,7 @@ ROUNDING = 1e-6  # of distances, as a difference of squares in float64 or of sum
 
 
 def median(vectors: Tensor) -> Tensor:
-    """Return the median of each coordinate; of an even number, the mean of the middle two."""
+    """Return each coordinate's median: for an even number, the mean of the middle two values."""
     middle = (len(vectors) - 1) // 2
     return vectors.sort(0).values[middle : len(vectors) - middle].mean(0)
 
@@ -83,9 +83,9 @@ def near_most(
     A rank is near if its distance from the median rank is at most `factor` times this distance.
 
     Args:
-        ranks: the ranks to consider, `[ranks]`; ranks with vectors that are not finite are far. If
-            these are at most half of all ranks, all of them are near.
-        least: a distance that is always near.
+        ranks: the ranks to consider, `[ranks]`; those whose vectors are not finite are never near.
+            If the remaining ones are at most half of all ranks, all of them are near.
+        least: a distance within which ranks are always near.
     """
     ranks = ranks & products.diagonal().isfinite()
     distances = _distances_among(products, ranks)
@@ -99,8 +99,9 @@ def near_most(
 def farthest(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
     """Return the longest distance of some ranks from the median rank; NaN if there is none.
 
-    It is at most `factor` times the distance within which half of the ranks have most others. A few
-    faulty ranks therefore cannot make it much longer than a distance between correct ranks.
+    It is at most `factor` times the median, over ranks, of the distance within which a rank has
+    more than half of all ranks. A few faulty ranks therefore cannot make it much longer than a
+    distance between correct ranks.
 
     Args:
         ranks: see `near_most`.
@@ -125,7 +126,7 @@ def _reach(distances: Tensor) -> Tensor:
 
 
 def _distances(products: Tensor) -> Tensor:
-    """Return squared distances `[ranks, ranks]`, infinite to vectors that are not finite."""
+    """Return squared distances `[ranks, ranks]`, infinite for vectors that are not finite."""
     squares = products.diagonal()
     distances = (squares + squares[:, None] - 2 * products).clamp_(min=0)
     return distances.where(distances.isfinite(), torch.inf).fill_diagonal_(0)

@@ -34,7 +34,7 @@ class Centred(ByVector):
 class Windows(ByVector):
     """Average the ranks whose vectors, summed over two windows, stay near most ranks' sums.
 
-    With `reset_interval`, dropped ranks count again after so many steps [Allen-Zhu et al. 2021].
+    With `reset_interval`, dropped ranks count again after that many steps [Allen-Zhu et al. 2021].
     """
 
     def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
@@ -105,15 +105,15 @@ class Windows(ByVector):
 class Near:
     """Sum each block over the ranks whose blocks are near most ranks' blocks.
 
-    A block is a sum over local examples, but distances are those of means. Ranks without examples,
-    and ranks with many more examples than most ranks, are far.
+    A block is a sum over local examples, but distances are measured between means. Ranks without
+    examples, and ranks with many more examples than most, never count as near.
     """
 
     def __init__(self, rule: NearMost, first: int) -> None:
-        """Begin at a shard's position.
+        """Store the rule and the shard's position.
 
         Args:
-            first: the place of the shard in a vector.
+            first: the offset of the shard in a vector.
         """
         self.rule, self.first = rule, first
 

@@ -23,8 +23,8 @@ Hook = Callable[[Tensor], None]
 class SplitForward:
     """Compute a layer on a slice of the channels, for all examples of the group.
 
-    It replaces the module's `forward`. Without gradients (`torch.no_grad`), a rank computes alone,
-    with the whole weight. A copy of the module is an ordinary module.
+    It replaces the module's `forward`. Under `torch.no_grad`, a rank computes alone, with the whole
+    weight. A copy of the module is an ordinary module.
 
     Attributes:
         place: the channels that are divided, and the forms of input and output.
@@ -42,12 +42,12 @@ class SplitForward:
     describe: Callable[..., Split]
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Return the layer's output, of the rank's examples or in slices of channels.
+        """Return the layer's output for the rank's examples, or a slice of its channels.
 
         Collective over: group, forward and backward.
 
         Raises:
-            UserError: ranks of the group call different layers, or have different shapes.
+            UserError: ranks of the group call different layers, or pass inputs of different shapes.
         """
         if not torch.is_grad_enabled():
             alone: Tensor = type(self.module).forward(self.module, input)
@@ -83,7 +83,7 @@ class SplitForward:
         return parameter.narrow(dim, start, stop - start)
 
     def attach(self, site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:
-        """Return the part of a trainer that averages gradients in slices, if they are sent so."""
+        """Return the part of a trainer that averages slices of gradients, if any are sent."""
         from mpikfac.lab.tensor_parallel.slices import SlicedGradients
 
         in_slices = split_layers.in_slices(site.plan).parameters

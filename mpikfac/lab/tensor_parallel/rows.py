@@ -15,12 +15,12 @@ from mpikfac.plan import LayerCall
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CAN_SPLIT = (nn.Linear, *CONVOLUTIONS)
-# Modules that change single elements, whatever the channel and the example.
+# Modules that act on each element separately.
 BY_NUMBER = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus),
     *(nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Identity, nn.Dropout),
 )
-# Modules that change single channels of single examples.
+# Modules that act on each channel of each example separately.
 POOLS = (
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
@@ -54,7 +54,7 @@ def refusal(model: nn.Module, name: str) -> str:
 def layers_before(model: nn.Module) -> dict[str, str]:
     """Return, for each layer, the previous layer in a `Sequential`, if slices can be passed on.
 
-    There are only modules that act on single channels in between. A layer in the result has a
+    Only modules that act on each channel separately are in between. A layer in the result has a
     single caller, so its outputs reach only the next module.
     """
     before: dict[str, str] = {}
@@ -67,7 +67,7 @@ def layers_before(model: nn.Module) -> dict[str, str]:
 
 
 def _pairs(children: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield neighbouring layers, with modules that act on single channels in between."""
+    """Yield neighbouring layers, with only modules that act on each channel in between."""
     before: tuple[str, nn.Module] | None = None
     flat = False
     for name, module in children:

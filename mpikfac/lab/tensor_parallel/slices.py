@@ -38,7 +38,7 @@ class SlicedSender(Sender):
         self._cuts = list(self._cuts_of(model, slots))
 
     def add_up(self, turn: int | None = None) -> None:
-        """Average the arena over ranks, and put the slices of all ranks into the arena.
+        """Average the arena over ranks, and write the slices of all ranks to the arena.
 
         Collective over: world.
         """

@@ -27,8 +27,8 @@ class SplitLayers:
 
     Attributes:
         tp_plan: the layers, and the channels that are divided.
-        places: the forms of inputs and outputs, by name of a split layer.
-        trace: seconds and bytes of the exchanges of activations.
+        places: the forms of inputs and outputs, by the name of the split layer.
+        trace: the seconds and bytes of exchanged activations.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ def split_layers(
 
     A rank computes a split layer for all examples of its group, with a slice of the channels. Other
     modules see the rank's examples with all channels. If two split layers follow each other in a
-    `Sequential`, with only modules that act on single channels in between, slices are passed on.
+    `Sequential`, with only modules that act on each channel separately in between, slices are
+    passed on.
 
     Collective over: comm.
 
@@ -82,10 +83,11 @@ def check_layers(model: nn.Module, tp_plan: TensorParallelPlan) -> None:
     """Check that all layers of the plan can be split.
 
     Raises:
-        ValueError: a layer cannot be split, or the model has a trainer, is compiled or is split.
+        ValueError: a layer cannot be split, or the model has a trainer, is compiled, or already has
+            split layers.
     """
     if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
-        raise ValueError("the model is compiled; split the layers of the model itself")
+        raise ValueError("the model is compiled; split its layers before torch.compile")
     if any(split_forward(module) for module in model.modules()):
         raise ValueError("the model already has split layers; detach() them first")
     if (trainer := trainer_of(model)) is not None:
@@ -112,7 +114,7 @@ def check_layers(model: nn.Module, tp_plan: TensorParallelPlan) -> None:
 
 
 def _places(model: nn.Module, tp_plan: TensorParallelPlan) -> dict[str, Place]:
-    """Return the role of each split layer: of two in a row, the first passes slices on."""
+    """Return the role of each split layer: of two consecutive ones, the first passes slices on."""
     before, axes = layers_before(model), tp_plan.layers
     takes = {name: before.get(name) for name in axes if before.get(name) in axes}
     gives = set(takes.values())

@@ -1,8 +1,8 @@
 """Exchanges of activations as functions that autograd differentiates.
 
 An exchange is a linear function of the tensors of all ranks of a group, and the backward pass is
-the transposed function: a reduce-scatter for a gather and vice versa, and the reverse exchange for
-a change of the split dimension and for rows.
+the transposed function. A gather and a reduce-scatter are the transposes of each other; a change of
+the split dimension and an exchange of rows are transposed by the reverse exchange.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def sum_parts(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def turn(x: Tensor, group: Group, cut: int, join: int) -> Tensor:
-    """Return the tensor with all of `join` and a slice along `cut`, from the reverse.
+    """Return a slice along `cut`, complete along `join`, of a tensor that is sliced along `join`.
 
     Collective over: group, forward and backward.
     """
@@ -98,12 +98,12 @@ def exchange_rows(
     Raises:
         ValueError: counts do not match the group or the rows.
         TypeError: a count is not a whole number.
-        UserError: rows require gradients on some members only; compared in the first exchanges.
+        UserError: rows require gradients only on some members; checked in the first exchanges.
     """
     counts_out, counts_in = ([*map(index, counts)] for counts in (counts_out, counts_in))
     for name, counts in (("counts_out", counts_out), ("counts_in", counts_in)):
         if len(counts) != group.size or min(counts) < 0:
-            raise ValueError(f"{name}={counts} must have {group.size} counts of at least 0")
+            raise ValueError(f"{name}={counts} must contain {group.size} counts of at least 0")
     if sum(counts_out) != len(rows) or counts_out[group.member] != counts_in[group.member]:
         raise ValueError(
             f"counts_out={counts_out} and counts_in={counts_in} must fit {len(rows)} rows on "

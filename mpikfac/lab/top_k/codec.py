@@ -16,11 +16,11 @@ INDEX = 4  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class TopKCodec(Codec):
-    """The largest values, where NaN counts as the largest, followed by their indices.
+    """Send the largest values, followed by their indices; NaN counts as the largest value.
 
     Attributes:
         ratio: the fraction of the values that are sent.
-        momentum: the momentum of values that wait to be sent.
+        momentum: the momentum of the values that wait to be sent.
         padding: the padding of an arena, as first and last (exclusive) elements, which does not
             count towards `ratio`.
     """
@@ -60,7 +60,7 @@ class TopKCodec(Codec):
     def add_decoded(self, total: Tensor, encoded: Tensor, weight: int) -> None:
         """Add the decoded values, times `weight`, to `total` `[n]`, in place."""
         places = _indices(encoded, total.element_size())
-        # A copy, because a part of a longer buffer can start at an address unaligned for the dtype.
+        # A copy, because a part of a longer buffer may start at an unaligned address.
         values = encoded[: len(places) * total.element_size()].clone().view(total.dtype)
         total[places] += weight * values
 

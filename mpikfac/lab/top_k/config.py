@@ -27,11 +27,11 @@ class TopK(Compressor):
 
     Attributes:
         ratio: the fraction of the values that are sent.
-        momentum: the momentum of gradients that wait to be sent; the optimizer has none.
+        momentum: the momentum of gradients that wait to be sent, which replaces the optimizer's.
         warmup_steps: the length of a warm-up of four stages, in which reductions of gradients send
             more values: `ratio` to the power of 1/5, 2/5, 3/5 and 4/5.
-        clip_norm: the bound on the norm of a gradient. With N ranks, each rank bounds its part of
-            the mean by `clip_norm / sqrt(N)`. None for no bound.
+        clip_norm: the bound on the gradient's norm. With N ranks, each rank bounds its part of the
+            mean by `clip_norm / sqrt(N)`. None for no bound.
     """
 
     name: ClassVar[str] = "top-k"
@@ -41,7 +41,7 @@ class TopK(Compressor):
             "compression.gradients.momentum",
             None,
             _OF_GRADIENTS,
-            "the momentum is of gradients that wait to be sent",
+            "the momentum applies to gradients that wait to be sent",
             default=0.0,
         ),
         *(

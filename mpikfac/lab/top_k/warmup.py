@@ -3,9 +3,9 @@
 Warm-up: the fraction of values that are sent decreases to `ratio` in stages of equal length, by the
 same factor each time; with 0.001, it is 25 %, 6.3 %, 1.6 % and 0.4 %.
 
-Local clipping: a rank bounds the norm of its contribution to the reduction, before unsent values
-are kept. With N ranks, each has the bound `clip_norm / sqrt(N)`, so that the sum has the bound
-`clip_norm` if the ranks' noise is independent.
+Local clipping: a rank bounds the norm of its contribution to the reduction, before it adds the
+values kept from earlier steps. With N ranks, each has the bound `clip_norm / sqrt(N)`, so that the
+sum has the bound `clip_norm` if the ranks' noise is independent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Clipped(Sender):
         sender = gradients.sender
         super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)
         self._trained = [sender.arena[b.name] for b in gradients.blocks if b.parameters]
-        self._bound = bound * sender.grid.world.size**0.5  # of values before the division
+        self._bound = bound * sender.grid.world.size**0.5  # of values not yet divided by the ranks
 
     def add_up(self, turn: int | None = None) -> None:
         """Clip the rank's gradient, and average the arena over ranks.
@@ -69,7 +69,7 @@ def _norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _sums_of_stages(plan: RankPlan) -> Iterator[list[Message]]:
-    """Yield the messages with gradients in each stage of the warm-up, and after it."""
+    """Yield the messages that contain gradients in each stage of the warm-up, and after it."""
     strategy, compression = plan.strategy, plan.strategy.compression
     top = cast(TopK, compression.gradients)
     for stage in range(1, STAGES + 2):

@@ -4,8 +4,8 @@ This uses the weight-gradient kernel of a convolution, which sums products of th
 images at every offset. On a CPU, it is nearly as fast as large matrix products, and does not copy
 channels-last images.
 
-Images are two-dimensional. Channels come in `groups` of c channels, and are multiplied only within
-a group.
+Images are two-dimensional. Channels form `groups` of c channels each, and are multiplied only
+within a group.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _strip(
 ) -> tuple[Tensor, Window, slice]:
     """Return the strip of `x` seen by patches before or after the output positions of a dimension.
 
-    Outside of the output, the `hidden` taps nearest to the output see only zeros of the padding.
+    Outside of the output, the `hidden` taps nearest to the output see only padding zeros.
     The remaining taps become channels of the strip, whose pixels are positions in `dim`.
 
     Returns:
@@ -98,7 +98,7 @@ def _strip(
     kernel, padding = list(window.kernel), list(window.padding)
     kernel[dim], padding[dim] = 1, (0, 0)
     shape = Window(kernel, window.stride, padding, window.dilation)
-    if dim == 1:  # transposed along rows, for which the weight-gradient kernel is faster
+    if dim == 1:  # transposed to run along rows, for which the weight-gradient kernel is faster
         strip = strip.transpose(2, 3)
         shape = Window(kernel[::-1], window.stride, padding[::-1], window.dilation[::-1])
     return channels_last(strip), shape, taps
@@ -132,7 +132,7 @@ def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
 
 @cache
 def _differences(kh: int, kw: int, device: torch.device) -> Tensor:
-    """Return the index of the difference of all pairs of offsets, `[(kh * kw)**2]`."""
+    """Return the index of each pair of offsets' difference, `[(kh * kw)**2]`."""
     rows, columns = torch.arange(kh, device=device), torch.arange(kw, device=device)
     down = (rows - rows[:, None])[:, None, :, None] + kh - 1
     right = (columns - columns[:, None])[None, :, None, :] + kw - 1
@@ -154,7 +154,7 @@ def _autocorrelation(x: Tensor, window: Window, groups: int) -> Tensor:
 def _correlate(
     x: Tensor, y: Tensor, kernel: tuple[int, int], groups: int, **geometry: Sequence[int]
 ) -> Tensor:
-    """Return `sum_u y[c, u] x[d, u + delta]` `[groups, c, d, *kernel]`: a weight gradient."""
+    """Return the weight gradient `sum_u y[c, u] x[d, u + delta]` `[groups, c, d, *kernel]`."""
     channels = x.shape[1] // groups
     total = conv2d_weight(x, (y.shape[1], channels, *kernel), y, groups=groups, **geometry)
     by_group: Tensor = total.unflatten(0, (groups, channels))
@@ -172,7 +172,7 @@ def can_correlate(x: Tensor, window: Window) -> bool:
 
 
 def worth_correlating(x: Tensor, window: Window) -> bool:
-    """Return whether `by_correlation` takes much less work than copying all patches.
+    """Return whether `by_correlation` is much less work than copying all patches.
 
     Work is measured in products per example and pair of channels; the rule was fitted to times on
     CPU cores. On a GPU, which runs small kernels faster than the host launches them, patches are

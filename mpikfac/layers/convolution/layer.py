@@ -1,4 +1,4 @@
-"""Describe convolutions as matrices: inputs are patches, positions are output pixels."""
+"""Describe convolutions as matrices: inputs are patches, and positions are output pixels."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from mpikfac.plan import LayerShape
 class ConvLayer(Layer):
     """Cover a convolution in 1, 2 or 3 dimensions, with any number of groups, also transposed.
 
-    A transposed convolution is a convolution of its input with zeros between the pixels, so its
-    positions are output pixels as well.
+    A transposed convolution is a convolution of its input, with zeros inserted between the pixels,
+    so its positions are output pixels as well.
     """
 
     spatial = True
@@ -53,7 +53,7 @@ class ConvLayer(Layer):
         return LayerShape(self.name, fan_in + self.bias, outputs, groups)
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the image from which patches are taken, without a border of zeros."""
+        """Return the image from which patches are taken, without its zero padding."""
         if self.transposed:
             return self._spread(self.module, x, self._output_padding(x, g))[0]
         ends = [end for both in reversed(self._around) for end in both]
@@ -106,7 +106,7 @@ class ConvLayer(Layer):
             pixels = pixels.flip(2)
         if self.bias_alone:
             return pixels.new_ones(len(g), pixels.shape[2], 1), pixels.mT
-        # The copy is fast with positions last, so that a channel's pixels are contiguous.
+        # The copy is fast with positions last, because a channel's pixels are then contiguous.
         n = x.dim() - 2
         views = patches(x.contiguous(), self._window)
         views = views.permute(0, *range(n + 1, 2 * n + 2), *range(1, n + 1))
@@ -119,7 +119,7 @@ class ConvLayer(Layer):
     def projections(
         self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return patches and gradients times vectors: a convolution with few channels.
+        """Return patches and gradients times vectors, computed as a convolution with few channels.
 
         It computes in the gradient's dtype, at least in float32.
         """
@@ -135,7 +135,7 @@ class ConvLayer(Layer):
         return a, b
 
     def _convolved(self, x: Tensor, kernels: Tensor, g: Tensor) -> Tensor:
-        """Convolve as in the call with gradients `g`, with other kernels and without a bias."""
+        """Convolve as in the call with gradients `g`, but with different kernels and no bias."""
         module, dims = self.module, len(self.module.kernel_size)
         stride, dilation, groups = module.stride, module.dilation, module.groups
         if self.transposed:
@@ -147,14 +147,14 @@ class ConvLayer(Layer):
         return convolve(self.prepared(x, g), kernels, None, stride, zeros, dilation, groups)
 
     def arranged(self, parameter: Tensor) -> Tensor:
-        """Return the weight or bias, outputs before inputs even in a transposed convolution."""
+        """Return the weight or bias, with outputs before inputs even if it is transposed."""
         if not self.transposed or parameter.dim() == 1:
             return parameter
         by_group: Tensor = parameter.unflatten(0, (self.shape.groups, -1))
         return by_group.transpose(1, 2)
 
     def _output_padding(self, x: Tensor, g: Tensor) -> list[int]:
-        """Return a call's `output_padding`, derived from sizes: calls can set `output_size`."""
+        """Derive a call's `output_padding` from sizes, because calls can set `output_size`."""
         cuts = [int(cut) for cut in self.module.padding]
         each = zip(x.shape[2:], self.module.stride, cuts, self._window.reach)
         least = [(n - 1) * stride - 2 * cut + reach + 1 for n, stride, cut, reach in each]

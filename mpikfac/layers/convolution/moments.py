@@ -1,8 +1,8 @@
 """Compute moments of a convolution's inputs and outputs, over positions and examples.
 
 Images have 1, 2 or 3 dimensions. With `groups`, channels are multiplied only within a group: every
-group has its own weight and moments, and results are `[groups, ...]`. Inputs are ordered as in a
-convolution's weight: first by channel, then by kernel element.
+group has its own weight and moments, and results have the shape `[groups, ...]`. Inputs are ordered
+as in a convolution's weight: first by channel, then by kernel element.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ def input_vector(x: Tensor, window: Window, bias: bool, groups: int = 1) -> Tens
 
 
 def input_means(x: Tensor, window: Window, bias: bool, groups: int = 1) -> Tensor:
-    """Return examples' means of `a` over positions `[batch, inputs]`; `[batch, groups, inputs]`."""
+    """Return examples' means of `a` over positions, `[batch, inputs]`.
+
+    With groups, the result is `[batch, groups, inputs]`.
+    """
     means = patches(x, window).mean(tuple(range(1, x.dim() - 1))).flatten(1)
     means = _by_group(means, groups)
     return F.pad(means, (0, 1), value=1.0) if bias else means
@@ -94,7 +97,7 @@ def _patch_sum(x: Tensor, window: Window, groups: int) -> Tensor:
 
 
 def by_patches(x: Tensor, window: Window, groups: int = 1) -> Tensor:
-    """Return `sum(a a^T)` `[groups, inputs, inputs]` from a copy of all patches (im2col), 2-D."""
+    """Return `sum(a a^T)` `[groups, inputs, inputs]` from a copy of all 2-D patches (im2col)."""
     if groups > 1:
         views = patches(x.contiguous(), window).unflatten(3, (groups, -1))
         rows = views.permute(3, 4, 5, 6, 0, 1, 2).flatten(1, 3).flatten(2)
@@ -104,7 +107,7 @@ def by_patches(x: Tensor, window: Window, groups: int = 1) -> Tensor:
     if views[..., 0, 0, 0].numel() < channels * kh * kw:
         rows = views.flatten(3).flatten(0, 2)
         return squares(rows.T)[None]
-    # With patches as pixels with more channels, offsets before channels, copies are long runs.
+    # If offsets come before channels in the patches, contiguous runs are copied.
     pixels = views.permute(0, 1, 2, 4, 5, 3).flatten(3).permute(0, 3, 1, 2)
     total = pixel_sum(pixels).view(kh, kw, channels, kh, kw, channels)
     return total.permute(2, 0, 1, 5, 3, 4).reshape(1, channels * kh * kw, -1)
@@ -113,7 +116,7 @@ def by_patches(x: Tensor, window: Window, groups: int = 1) -> Tensor:
 def _batch_sum(x: Tensor) -> Tensor:
     """Return the sum of all images, `[1, channels, *size]`."""
     pixels, dtype = x.movedim(1, -1), torch.promote_types(x.dtype, torch.float32)
-    if pixels.is_contiguous():  # torch sums 30 times as slowly if strides are not descending
+    if pixels.is_contiguous():  # torch's sum is 30 times slower if strides are not descending
         return pixels.sum(0, keepdim=True, dtype=dtype).movedim(-1, 1).contiguous()
     return x.sum(0, keepdim=True, dtype=dtype)
 

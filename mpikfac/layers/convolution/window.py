@@ -97,7 +97,7 @@ def spread(
     image[every(stride, output_padding)] = x.flip(*dims)
     around = [(k - 1) * d - p for k, d, p in zip(kernel, dilation, padding)]
     for dim, zeros in zip(dims, around):
-        if zeros < 0:  # so much is cut off that no patch sees the pixels at the border
+        if zeros < 0:  # so much is cut off that no patch contains the border pixels
             image = image.narrow(dim, -zeros, image.shape[dim] + 2 * zeros)
     margins = tuple((max(zeros, 0), max(zeros, 0)) for zeros in around)
     return image, Window(kernel, (1,) * len(dims), margins, dilation)

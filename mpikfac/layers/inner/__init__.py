@@ -1,4 +1,4 @@
-"""Cover linear layers inside a module that multiplies by several of its own weights."""
+"""Cover linear layers inside a module that multiplies by several weights itself."""
 
 from mpikfac.layers.inner.attention import ProjectionLayer as ProjectionLayer
 from mpikfac.layers.inner.attention import attention_layers as attention_layers

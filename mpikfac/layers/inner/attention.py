@@ -16,7 +16,7 @@ SOURCES = ("query", "key", "value")
 
 
 class ProjectionLayer(InnerLayer):
-    """Cover a projection of queries, keys or values, or (`source=""`) of the attention's result."""
+    """Cover a projection of queries, keys, values or, with `source=""`, the attention's result."""
 
     arguments = SOURCES
     module: nn.MultiheadAttention
@@ -37,7 +37,7 @@ class ProjectionsLayer(Layer):
     The groups have separate factors and numbers of positions, like three linear layers.
 
     Args:
-        watched: for each group, the weight whose product to find, and the part of it.
+        watched: for each group, the weight whose product to find, and the part of the weight.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ProjectionsLayer(Layer):
         return member
 
     def whole_shape(self) -> LayerShape:
-        """Return the shape of three groups; without A if only the bias is covered."""
+        """Return the shape of the three groups, without A if only the bias is covered."""
         groups, outputs, *inputs = self.arranged(self.parameters[0]).shape
         if self.bias_alone:
             return LayerShape(self.name, 1, outputs, groups, sides="G")
@@ -92,7 +92,7 @@ def attention_layers(name: str, module: nn.Module) -> list[Layer]:
 
 
 def _apart(prefix: str, module: nn.MultiheadAttention) -> list[Layer]:
-    """Return the layers of an attention with `kdim` or `vdim`: three weights, and their bias."""
+    """Return the layers of an attention with `kdim` or `vdim`: three weights and a joint bias."""
     weights = {source: getattr(module, f"{source[0]}_proj_weight") for source in SOURCES}
     trained = {source: weight for source, weight in weights.items() if weight.requires_grad}
     layers: list[Layer] = [

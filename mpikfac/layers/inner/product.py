@@ -1,6 +1,6 @@
 """Find products with a weight in autograd's graph, and record them as linear layers.
 
-A module such as an attention multiplies by its weights itself, without submodules. In the graph of
+A module such as an attention multiplies by its weights itself, not in submodules. In the graph of
 the forward pass, these products are the nodes that use the transposed weight. A hook on such a node
 receives the gradient of the product. This affects neither other layers nor the module's results.
 """
@@ -19,7 +19,7 @@ from mpikfac.numerics import in_transform
 Node = Any  # a node of autograd's graph
 TRANSPOSED = "TBackward0"
 SPLIT = ("SplitBackward0", "SplitWithSizesBackward0")
-PASSED_ON = (TRANSPOSED, "ToCopyBackward0", *SPLIT)  # between a weight and its product
+PASSED_ON = (TRANSPOSED, "ToCopyBackward0", *SPLIT)  # nodes between a weight and its product
 
 
 class InnerLayer(Layer):
@@ -29,8 +29,8 @@ class InnerLayer(Layer):
 
     Args:
         source: the module's argument that is the layer's input; "" if there is none.
-        watched: the weight whose products to find.
-        part: where the layer's rows start in `watched`, in units of the layer's outputs.
+        watched: the weight whose products are to be found.
+        part: the index of the layer's first row in `watched`, in units of the layer's outputs.
 
     Raises:
         TypeError: the autograd graph of a forward pass has no product with the weight.

@@ -1,6 +1,6 @@
 """Aggregate shards of all ranks' vectors with weights that depend on the whole vectors.
 
-Each rank has a shard of all vectors. The inner products are all-reduced, so all ranks compute the
+Each rank has a shard of every vector. The inner products are all-reduced, so all ranks compute the
 same weights. Rules can have a state that they keep from step to step.
 """
 

@@ -1,4 +1,4 @@
-"""The choices of how training is distributed, as values, what they require, and named values."""
+"""How training is distributed: the choices as values, their requirements, and named strategies."""
 
 from mpikfac.plan.choices.aggregation import Aggregation as Aggregation
 from mpikfac.plan.choices.aggregation import FactorAggregation as FactorAggregation

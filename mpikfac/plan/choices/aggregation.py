@@ -1,4 +1,4 @@
-"""How values of all ranks are combined into one."""
+"""Rules that combine the values of all ranks into one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpikfac.plan.choices.choice import Choice
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Aggregation(Choice):
-    """Combine the vectors of all ranks, some of which can be wrong, into one.
+    """Combine the vectors of all ranks, some of which may be faulty, into one.
 
     A coordinate-wise rule defines `combine`. Other rules give each rank a weight: `products` is the
     number of inner products of the ranks' vectors that the rule needs, and `weights` returns the
     weights. Vectors and products are tensors.
 
     Attributes:
-        sums: the rule is a sum over ranks, which MPI computes.
+        sums: whether the rule is a sum over ranks, which MPI computes.
         of: what the rule can aggregate: "vectors" (of gradients or weights) and "factors".
     """
 
@@ -26,7 +26,7 @@ class Aggregation(Choice):
     of: ClassVar[tuple[str, ...]] = ("vectors",)
 
     def check_ranks(self, ranks: int) -> None:
-        """Check that there are enough ranks to identify the wrong ones.
+        """Check that there are enough ranks to identify the faulty ones.
 
         Raises:
             ValueError: there are too few ranks.
@@ -65,7 +65,7 @@ class Aggregation(Choice):
         return ()
 
     def of_factors(self, blocks: tuple[tuple[int, int, int], ...]) -> FactorAggregation:
-        """Return the rule of messages with factors, a `FactorAggregation`.
+        """Return the rule for messages that contain factors, a `FactorAggregation`.
 
         Args:
             blocks: first and last (exclusive) element of each factor, and the position of its
@@ -100,7 +100,7 @@ class FactorAggregation:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Mean(Aggregation):
-    """The mean over all ranks; for factors, over the examples of all ranks."""
+    """Average vectors over all ranks, and factors over the examples of all ranks."""
 
     name: ClassVar[str] = "mean"
     sums: ClassVar[bool] = True

@@ -50,7 +50,7 @@ class Assignment(Choice):
         """Return the number of gradient workers, the ranks that precondition a layer.
 
         Raises:
-            ValueError: there is no such number for `ranks` ranks.
+            ValueError: the assignment does not work with `ranks` ranks.
         """
         raise NotImplementedError
 
@@ -83,8 +83,8 @@ class HybridOpt(Assignment):
 
     Attributes:
         grad_workers: the number of ranks that precondition a layer; it divides the number of ranks.
-        grad_worker_fraction: the same as a fraction of the ranks; at least one rank. Set at most
-            one of the two; by default, half of the ranks precondition a layer.
+        grad_worker_fraction: the same as a fraction of the ranks, but at least one rank. Set at
+            most one of the two; by default, half of the ranks precondition a layer.
     """
 
     name: ClassVar[str] = "hybrid-opt"
@@ -114,8 +114,8 @@ class HybridOpt(Assignment):
         """Return the number of gradient workers, the ranks that precondition a layer.
 
         Raises:
-            ValueError: it does not divide the number of ranks, or the fraction is not a whole
-                number of them.
+            ValueError: the number does not divide the number of ranks, or the fraction does not
+                give a whole number of ranks.
         """
         if self.grad_workers is not None:
             check_divides("assignment.grad_workers", self.grad_workers, ranks)

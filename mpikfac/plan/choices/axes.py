@@ -1,4 +1,4 @@
-"""A strategy on the axes by which surveys classify distributed training."""
+"""Classify strategies on the axes that surveys of distributed training use."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from mpikfac.plan.choices.strategy import Strategy
 
 
 def axes(strategy: Strategy) -> dict[str, str]:
-    """Classify a strategy on the axes of surveys of communication [Tang et al. 2020].
+    """Classify a strategy on the axes of a survey of communication [Tang et al. 2020].
 
     The axes are synchronisation, architecture, compression of gradients, overlap of communication
-    with computation, and the rule that combines the values of ranks.
+    with computation, and the rule that combines the ranks' values.
     """
     sync, compressor = strategy.sync.described(), strategy.compression.gradients
     return {

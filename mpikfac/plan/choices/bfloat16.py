@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BFloat16Codec(Codec):
-    """Values as bfloat16, which MPI reduces by a function of the library."""
+    """Encode values as bfloat16, which MPI reduces with a user-defined operation."""
 
     name: ClassVar[str] = "bfloat16"
     everywhere: ClassVar[str] = "Allreduce"

@@ -24,13 +24,15 @@ class Named:
     Attributes:
         what: the method, in one sentence.
         source: the publication, as in docs/reference/references.md.
-        cost: bytes that a rank sends in a ring, in float32, in addition to averaging gradients: in
-            steps with new factors + in a refresh + in every step. `P` ranks, `w` workers; 4F, 4T
-            and 4V are the bytes of all factors as squares, triangles and vectors, 4N those of all
-            gradients, 4R those of the matrices that replace them.
+        cost: the bytes that a rank sends in rings of float32 values, in addition to those for
+            averaging gradients: in steps with new factors + in a refresh + in every step. There are
+            `P` ranks and `w` workers. 4F, 4T and 4V are the bytes of all factors as squares,
+            triangles and vectors, 4N are those of all gradients, and 4R those of the matrices that
+            replace gradients.
         strategy: the choices, for any number of ranks.
-        same: whether the estimator is the same: results equal those of a single process with the
-            joined batch and the same `refresh`, for equal shards or all examples (`subsample=1`).
+        same: whether the estimator is the same as on one rank: results equal those of a single
+            process with the joined batch and the same `refresh`, if shards have equal sizes or
+            statistics use all examples (`subsample=1`).
         settings: settings of `KFAC` that belong to the method.
     """
 
@@ -130,7 +132,8 @@ NAMED: dict[str, Named] = {
         Strategy(_SHARDED, transport=replace(_DEFERRED, balanced_shards=True)),
     ),
     "staggered": Named(
-        "`deferred-sharded` in which each of five steps refreshes some of the layers: no spikes",
+        "`deferred-sharded` in which each of five steps refreshes some of the layers, so that no "
+        "step takes much longer than the others",
         "mpikfac",
         "0 + (P-1)/P 4T + 0",
         Strategy(_SHARDED, refresh=Refresh(stagger=5), transport=_DEFERRED),

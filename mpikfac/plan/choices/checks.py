@@ -11,7 +11,7 @@ from typing import Any
 def plain(value: Any) -> Any:
     """Return a number from any library as a Python int or float, and anything else unchanged.
 
-    An array or a tensor with a single element is a number.
+    An array or tensor with a single element counts as a number.
     """
     if math.prod(getattr(value, "shape", (0,))) == 1:
         value = value.item()
@@ -21,7 +21,7 @@ def plain(value: Any) -> Any:
 
 
 def make_plain(choices: object) -> None:
-    """Convert numbers in the fields of choices to Python types, to print and compare them."""
+    """Convert numbers in the fields of choices to Python types, so they can be compared."""
     for name, value in vars(choices).items():
         alike = tuple(map(plain, value)) if type(value) is tuple else plain(value)
         object.__setattr__(choices, name, alike)
@@ -56,14 +56,14 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def check_count(name: str, value: Any, least: int) -> int:
-    """Return `value` if it is a whole number of at least `least`.
+    """Return `value` if it is a whole number >= `least`.
 
     Raises:
         ValueError: it is not; the message calls it `name`.
     """
     count = plain(value)
     if type(count) is not int or count < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+        raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
     return count
 
 
@@ -98,12 +98,12 @@ def check_fraction(name: str, value: Any) -> None:
 
 
 def check_size(name: str, value: Any) -> float:
-    """Return `value` if it is a finite number of at least 0.
+    """Return `value` if it is a finite number >= 0.
 
     Raises:
         ValueError: it is not; the message calls it `name`.
     """
     size = plain(value)
     if type(size) not in (int, float) or not 0 <= size < math.inf:
-        raise ValueError(f"{name}={value!r} must be a finite number of at least 0")
+        raise ValueError(f"{name}={value!r} must be a finite number >= 0")
     return size

@@ -1,4 +1,4 @@
-"""The values of which a strategy consists: the type of a value selects a method."""
+"""The values that make up a strategy: the type of a value selects a method."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ C = TypeVar("C", bound="Choice")
 
 
 class Choice:
-    """The base of types that stand for methods, such as `CommOpt` or `BFloat16`.
+    """Base class for the types that represent methods, such as `CommOpt` or `BFloat16`.
 
     A concrete type is a frozen dataclass with its own `name`. Its fields are the settings of the
-    method, so a setting exists only where it has a meaning. You can derive other types: their names
+    method, so a setting exists only where it has a meaning. You can derive other types; their names
     are known as soon as their module is imported.
 
     Attributes:

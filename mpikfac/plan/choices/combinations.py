@@ -1,4 +1,4 @@
-"""What choices require of each other, as a table that is checked by code and printed on a page.
+"""What choices require of each other, as a table that is checked in code and shown in the docs.
 
 Choices have dotted names: those of a `Strategy`, such as "transport.overlap", the preconditioner,
 and the settings of `KFAC`. A name can also be a property of a method, such as "sync.local_steps",
@@ -61,7 +61,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A requirement: a number of at least `least`."""
+    """A requirement: a number >= `least`."""
 
     least: int
 
@@ -109,7 +109,10 @@ class Combination:
     any_of: bool = False
 
     def applies(self, choices: Choices) -> bool:
-        """Return whether the choice has such a value, and the requirements can be looked up."""
+        """Return whether the choice's value has requirements, of which `choices` has at least one.
+
+        Requirements on choices that are not in `choices` cannot be checked.
+        """
         if self.choice not in choices or not any(name in choices for name in self.needs):
             return False
         value = choices[self.choice]

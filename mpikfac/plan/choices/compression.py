@@ -19,9 +19,10 @@ class Compressor(Choice):
     """An encoding of the values in messages.
 
     Attributes:
-        gradients_only: the encoding is for reductions of gradients, not for factors and inverses.
-        of_values: the encoding is also for values that a rank sends unreduced; otherwise only for
-            reductions.
+        gradients_only: whether the encoding is only for reductions of gradients, not for factors
+            and inverses.
+        of_values: whether the encoding is also used for values that a rank sends unreduced; if not,
+            it is used only in reductions.
     """
 
     gradients_only: ClassVar[bool] = False
@@ -49,7 +50,7 @@ class Compressor(Choice):
         return self.codec_of_sums(rank, layout)
 
     def attach(self, site: Any, gradients: Any) -> Any:
-        """Return the part of the trainer that acts in each step; None if there is none.
+        """Return the part of the trainer that acts in each step; None if none is needed.
 
         Args:
             site: the rank's `mpikfac.engine.Site`.
@@ -59,7 +60,7 @@ class Compressor(Choice):
 
     def described(self) -> str:
         """Return a description of the encoding."""
-        return f"{self.name} numbers"
+        return f"{self.name} values"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

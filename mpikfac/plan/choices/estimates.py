@@ -9,4 +9,4 @@ FISHERS: tuple[Fisher, ...] = ("empirical", "mc", "type-2", "forward-only")
 Normalization = Literal["expand", "sc20", "kfac-pytorch"]
 NORMALIZATIONS: tuple[Normalization, ...] = ("expand", "sc20", "kfac-pytorch")
 FACTOR_EVERY, BASIS_EVERY = 10, 50
-"""The default steps between updates of factors, and between decompositions."""
+"""The default numbers of steps between updates of factors, and between decompositions."""

@@ -26,10 +26,12 @@ class Grafting(Choice):
     """Determine the length of each layer's direction [Agarwal et al. 2020].
 
     Attributes:
-        by_adam: Adam's steps set the lengths, and uncovered parameters take Adam's step itself.
-        in_eigenbases: Adam's steps are taken in eigenbases.
-        prescribes: the length differs from that of the damped direction.
-        needs_batch: call `set_batch(inputs, loss)` before each step, with a plain optimizer.
+        by_adam: whether Adam's steps set the lengths; uncovered parameters then take Adam's step
+            itself.
+        in_eigenbases: whether Adam's steps are taken in eigenbases.
+        prescribes: whether the length differs from that of the damped direction.
+        needs_batch: whether `set_batch(inputs, loss)` must be called before each step, with an
+            optimizer that subtracts the gradients unchanged.
     """
 
     by_adam: ClassVar[bool] = False
@@ -49,14 +51,14 @@ class Grafting(Choice):
 
     @property
     def momentum(self) -> Number:
-        """The momentum of gradients, before they are preconditioned."""
+        """The momentum that is applied to gradients before they are preconditioned."""
         return 0.0
 
     def with_momentum(self, momentum: Number) -> Grafting:
-        """Return the grafting with a momentum of gradients.
+        """Return the grafting with the given momentum of the gradients.
 
         Raises:
-            ValueError: the grafting has no momentum, or its value is out of bounds.
+            ValueError: the grafting has no momentum, or the value is out of bounds.
         """
         if "momentum" in self.__dataclass_fields__:
             return replace(self, momentum=momentum)  # type: ignore[call-arg]
@@ -71,7 +73,7 @@ class Grafting(Choice):
         """Return the object that sets the lengths of directions: a `mpikfac.engine.Graft`.
 
         Args:
-            parts: the arguments of `Graft` after the first.
+            parts: the arguments of `Graft` after the first one.
         """
         raise NotImplementedError
 
@@ -133,7 +135,7 @@ class AdamInEigenbases(Grafting):
     """Take Adam's step with momentum in the eigenbases of `SOAP`, and rotate it back [SOAP].
 
     Attributes:
-        momentum: the momentum of gradients, in place of the optimizer's.
+        momentum: the momentum of the gradients, which replaces the optimizer's.
         max_trust_ratio: see `AdamGrafting`.
     """
 
@@ -159,9 +161,10 @@ class Clip(Choice):
     shorten steps.
 
     Attributes:
-        of_step: the bound is on the step, which includes the learning rate, not on the direction.
-        of_norm: the norm is the Euclidean norm, not the Fisher norm.
-        squared: the bound is on the square of the norm.
+        of_step: whether the bound is on the step, which includes the learning rate, and not on the
+            direction.
+        of_norm: whether the norm is the Euclidean norm and not the Fisher norm.
+        squared: whether the bound is on the square of the norm.
     """
 
     of_step: ClassVar[bool] = False
@@ -200,7 +203,7 @@ class KLClip(Clip):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _OfDirection(Clip):
-    """The base of bounds on a norm of the direction.
+    """Base class for bounds on a norm of the direction.
 
     Attributes:
         max_norm: the bound; a number or a schedule.
@@ -231,7 +234,7 @@ class FisherClip(_OfDirection):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NormClip(_OfDirection):
-    """A bound on the norm of the direction.
+    """A bound on the Euclidean norm of the direction.
 
     Attributes:
         max_norm: the bound; a number or a schedule.

@@ -1,7 +1,7 @@
 """Blocks of 16 values with a common exponent and 8 bits per value.
 
-The exponent is that of the largest value of the block; values are in units of 1/64 of 2 to the
-exponent. The format is OCP's MXINT8 with shorter blocks: no block spans two layers, because the
+The exponent is that of the largest value of the block; values are multiples of `2^exponent / 64`.
+The format is OCP's MXINT8 with shorter blocks: no block spans two layers, because the
 values of different layers can differ by orders of magnitude. Values that are not finite in float32
 become NaN.
 """
@@ -18,11 +18,11 @@ from mpikfac.plan.layout import ALIGNMENT, Layout
 if TYPE_CHECKING:
     from torch import Tensor
 
-NOT_FINITE = -128  # among 8-bit integers; all others are from -127 to 127
+NOT_FINITE = -128  # encodes NaN; finite values are encoded as -127 to 127
 
 
 class Int8Codec(Codec):
-    """Blocks of an exponent and 8-bit values."""
+    """Encode each block as an exponent and 8-bit integers."""
 
     name: ClassVar[str] = "int8"
     everywhere: ClassVar[str] = IN_SHARDS

@@ -9,7 +9,7 @@ from mpikfac.plan.choices.checks import check_count, check_size, make_plain
 from mpikfac.plan.choices.choice import Choice
 
 MOST_TURNS = 1000
-"""The largest `stagger`: a plan lists the slots."""
+"""The largest `stagger`; it is bounded because a plan lists all slots."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -24,10 +24,10 @@ class Refresh(Choice):
         stagger: the number of steps over which a refresh is spread; each of them decomposes some of
             the layers.
         tolerance: the relative error up to which a refresh keeps the last decomposition of a
-            factor. The error of eigenvectors is the off-diagonal norm, that of inverses the error
-            of typical directions. Eigenvalues are always updated, and with `Eigen(iterations=1)`
-            eigenvectors are as well. The owner decides; messages do not change. 0: every factor is
-            decomposed.
+            factor. The error of eigenvectors is the off-diagonal norm, and that of inverses is the
+            error of typical directions. Eigenvalues are always updated, and with
+            `Eigen(iterations=1)` eigenvectors are as well. The owner decides; messages do not
+            change. 0: every factor is decomposed.
     """
 
     name: ClassVar[str] = "owners"
@@ -45,7 +45,7 @@ class Refresh(Choice):
         check_size("tolerance", self.tolerance)
 
     def attach(self, plan: Any, preconditioners: Any, team: Any) -> Any:
-        """Return a factory of the rank's decomposer; None for the default.
+        """Return a factory for the rank's decomposer; None for the default.
 
         Args:
             plan: the plan of all ranks.

@@ -52,7 +52,7 @@ class Strategy:
         return differing(self)
 
     def _methods(self) -> list[Choice]:
-        """Return the methods of which the strategy consists."""
+        """Return the methods that make up the strategy."""
         sync, compression = self.sync, self.compression
         methods = (self.assignment, sync, sync.aggregation, sync.factor_aggregation, self.refresh)
         compressors = compression.gradients, compression.factors, compression.inverses
@@ -75,10 +75,10 @@ class Strategy:
         )
 
     def check_ranks(self, ranks: int) -> None:
-        """Check that the ranks can be divided into columns and nodes, and the virtual ranks too.
+        """Check that the number of ranks suits the columns, the nodes and the virtual ranks.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: it does not.
         """
         self.assignment.workers(ranks)
         self.sync.check_ranks(ranks)

@@ -18,9 +18,9 @@ class Synchronization(Choice):
     """What ranks exchange to train one model, and when.
 
     Attributes:
-        local_steps: ranks step independently between two exchanges, so their copies of the model,
-            the replicas, differ.
-        waits_for_all: a step waits for all ranks.
+        local_steps: whether ranks step independently between two exchanges, so that their copies of
+            the model, the replicas, differ.
+        waits_for_all: whether a step waits for all ranks.
     """
 
     local_steps: ClassVar[bool] = False
@@ -28,17 +28,17 @@ class Synchronization(Choice):
 
     @property
     def sync_every(self) -> int:
-        """The number of steps from one exchange of all ranks to the next."""
+        """The number of steps from one exchange between all ranks to the next."""
         return 1
 
     @property
     def aggregation(self) -> Aggregation:
-        """How the vectors of ranks are combined: gradients, or weights of replicas."""
+        """How the ranks' vectors are combined: gradients, or weights of replicas."""
         return Mean()
 
     @property
     def factor_aggregation(self) -> Aggregation:
-        """How the factors of ranks are combined."""
+        """How the ranks' factors are combined."""
         return Mean()
 
     @property
@@ -80,7 +80,7 @@ class Synchronization(Choice):
         self.aggregation.check_ranks(ranks)
 
     def share_of_steps(self, stage: str) -> float:
-        """Return the fraction of steps that end with messages of an exchange's stage."""
+        """Return the fraction of steps that end with messages of `stage`, a stage of exchanges."""
         return 1.0
 
     def messages(self, rank: RankPlan) -> list[Message]:
@@ -92,7 +92,7 @@ class Synchronization(Choice):
         return 0
 
     def attach(self, site: Any, gradients: Any) -> Any:
-        """Return the part of the trainer that exchanges; None if every step is an exchange.
+        """Return the part of the trainer that runs exchanges; None if all ranks step together.
 
         Args:
             site: the rank's `mpikfac.engine.Site`.
@@ -110,8 +110,8 @@ class Synchronous(Synchronization):
     """Aggregate gradients at each step; all ranks take the same step.
 
     Attributes:
-        aggregation: how the gradients of ranks are combined.
-        factor_aggregation: how the factors of ranks are combined.
+        aggregation: how the ranks' gradients are combined.
+        factor_aggregation: how the ranks' factors are combined.
     """
 
     name: ClassVar[str] = "synchronous"

@@ -25,9 +25,10 @@ class TensorParallelPlan:
 
     Attributes:
         tp_size: the number of ranks in a group.
-        layers: the channels of each split layer that are divided among the ranks of a group, by
-            name. Layers without an entry are data parallel.
-        strided: the ranks of a group are `P / tp_size` ranks apart; otherwise they are neighbours.
+        layers: which channels of a split layer are divided among the ranks of a group, by the
+            layer's name. Layers without an entry are data parallel.
+        strided: whether the ranks of a group are `P / tp_size` ranks apart; if not, they are
+            neighbours.
     """
 
     tp_size: int = 1
@@ -101,7 +102,7 @@ class Split:
 
     Attributes:
         parameters: the trained parameters of split layers.
-        handed_on: the layers whose outputs stay in slices, for another split layer.
+        handed_on: the layers whose outputs stay in slices for the next split layer.
     """
 
     tp_plan: TensorParallelPlan = field(default_factory=TensorParallelPlan)
@@ -137,7 +138,7 @@ SPLIT: tuple[Combination, ...] = (
         "tp_size",
         None,
         {"sync.aggregation": "mean"},
-        "a rank has the gradient of a slice only, so ranks cannot be compared",
+        "a rank has only the gradient of a slice, so ranks cannot be compared",
         default=1,
     ),
     Combination(
@@ -158,7 +159,7 @@ SPLIT: tuple[Combination, ...] = (
         "handed_on",
         (True,),
         {"assignment.factor_reduction": OneOf(("allreduce", "reduce_scatter"))},
-        "all ranks of a group exchange the inputs of two split layers in a row for statistics",
+        "all ranks of a group exchange the inputs of consecutive split layers for statistics",
     ),
 )
 """What split layers require of other choices."""

@@ -22,20 +22,20 @@ class Transport:
             a message, or a list with this number for each message. None: a single message contains
             all layers; with `overlap`, buckets of 25 MiB in float32, and the first one of 1 MiB, as
             in torch's DistributedDataParallel.
-        overlap: reductions overlap with the backward pass: a thread sends each message with
+        overlap: whether reductions overlap with the backward pass: a thread sends each message with
             gradients or factors as soon as the backward pass has reached the message's layers,
             gradients before factors. Factors can be in transit until they are needed. A step must
             have a single backward pass.
         owner_sums: who computes sums for owners: MPI ("reduce"), or the owners themselves, in rank
             order ("alltoall").
         balanced_shards: whether reductions to owners and gathers from owners pass through equal
-            shards of all ranks, which are fast in every MPI: always, never, or (None) if the
-            largest owner has more than twice the mean, and messages are large.
+            shards of all ranks, which are fast in every MPI: always, never, or (None) if messages
+            are large and the largest owner has more than twice the mean number of elements.
         ranks_per_node: the number of consecutive ranks on a node: messages then have two levels,
             inside nodes and between nodes. None: messages have one level.
-        virtual_ranks: the number of parts of a batch. Gradients and statistics of the parts are
-            added in order, so every number of ranks that divides it gives the same bits
-            [VirtualFlow, Or et al. 2022]. None: MPI adds.
+        virtual_ranks: the number of parts into which a batch is divided. Gradients and statistics
+            of the parts are added in order, so every number of ranks that divides it gives the same
+            bits [VirtualFlow, Or et al. 2022]. None: MPI adds them in an order of its choice.
     """
 
     reduce_factors_at: Literal["factors", "inverses"] = "factors"

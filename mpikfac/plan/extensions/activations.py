@@ -148,7 +148,10 @@ def wire_bytes(messages: Iterable[Message]) -> int:
 def tensor_parallel_table(
     calls: Sequence[LayerCall], tp_plan: TensorParallelPlan, ranks: int, itemsize: int = 4
 ) -> str:
-    """Return a table of the layers: data x model parts, and bytes compared to data parallelism."""
+    """Return a table of each layer's data and model parts, and its bytes per step.
+
+    The last column contains the bytes that data parallelism would take.
+    """
     at = places(calls, tp_plan.layers)
     groups = "without split layers"
     if tp_plan.layers:

@@ -29,8 +29,8 @@ def elements(rank: RankPlan) -> int:
         (publish_weights(rank), layouts.gradients),
         (sync.messages(rank), layouts.gradients),
     ):
-        # A rank that sends nothing encoded, such as a rank that is not the root of any Bcast, has
-        # no errors to keep.
+        # A rank that sends no encoded values, such as one that is not the root of any Bcast, has no
+        # errors to keep.
         codecs = [m.codec for m in messages if m.codec and m.bytes]
         total += layout.size * max((codec.arenas for codec in codecs), default=0)
         total += sum(codec.reductions[-1] for codec in codecs if codec.reductions)

@@ -31,7 +31,7 @@ def combine_statistics(rank: RankPlan, turn: int | None) -> list[Message]:
 
 
 def combine_gradients(rank: RankPlan, _turn: int | None = None) -> list[Message]:
-    """Return the messages that combine the gradients of ranks."""
+    """Return the messages that combine the ranks' gradients."""
     return combine(rank, names.REDUCE_GRADIENTS, rank.layouts.gradients)
 
 

@@ -11,7 +11,7 @@ from mpikfac.plan.stages import sum_gradients
 
 
 def in_slices(rank: RankPlan) -> Split:
-    """Return the split layers whose gradients are sent in slices; none if gradients are whole."""
+    """Return the split layers whose gradients are sent in slices; none if all are sent whole."""
     transport = rank.strategy.transport
     in_full = rank.owner_updates or transport.overlap or rank.strategy.sync.local_steps
     in_full |= rank.strategy.compression.gradients is not None

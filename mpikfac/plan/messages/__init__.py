@@ -1,4 +1,4 @@
-"""Messages as plain data: of one level, of two levels, and through equal shards."""
+"""Messages as plain data: in one level, in two levels, and through equal shards."""
 
 from mpikfac.plan.messages.levels import BETWEEN_NODES as BETWEEN_NODES
 from mpikfac.plan.messages.levels import IN_NODE as IN_NODE

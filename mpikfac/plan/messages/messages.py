@@ -25,16 +25,16 @@ class Message:
         stage: the stage of `KFAC.step` that sends the message.
         primitive: the MPI collective, or several in order; or Send or Recv; or "Isend, Irecv", from
             parts to other parts of the same elements.
-        over: "world", "column" or "row", or a part of them in two levels; or "curvature", the
+        over: "world", "column" or "row", or one level of these; or "curvature", the
             intercommunicator to curvature servers.
         spans: first and last (exclusive) elements in the stage's arena. For Reduce_scatter,
             Alltoall, Allgatherv and "Isend, Irecv": every member's part, in order; for Alltoallv:
             the rows for every member, in order.
         root: the destination of a Reduce or Send, or the source of a Bcast or Recv.
-        size: bytes of all spans as sent, of all members if every member sends a part; for
-            Alltoallv, bytes of the rank's parts.
-        bytes: the bytes of `size` that the rank passes to MPI.
-        wire: bytes that the rank sends if the collective is a ring.
+        size: the encoded bytes of all spans, including those of all members if every member sends a
+            part; for Alltoallv, the bytes of the rank's parts.
+        bytes: how many of these bytes the rank passes to MPI.
+        wire: the bytes that the rank sends if the collective is a ring.
         codec: the encoding; None for unencoded values.
         rule: the rule that combines the values of ranks; None for sums and copies.
         to: for "Isend, Irecv", every member's part after the message, in order.
@@ -116,7 +116,7 @@ def combinations(
 
 
 def in_order(stage: str, layout: Layout, ranks: int, itemsize: int) -> list[Message]:
-    """Return messages that sum an arena in rank order: no bit depends on the number of ranks."""
+    """Return messages that sum an arena in rank order, to the same bits on any number of ranks."""
     if ranks == 1 or layout.size == 0:
         return []
     return [message(stage, "Send, Bcast", "world", [(0, layout.size)], ranks, itemsize)]
@@ -218,7 +218,7 @@ def shard_length(elements: int, members: int) -> int:
 
 
 def _parts(layout: Layout, spans: Sequence[Span], members: int) -> list[tuple[int, int]]:
-    """Return the span of every member's segment, or nothing."""
+    """Return the span of every member's segment, which can be empty."""
     parts = [(bound, bound) for bound in layout.bounds[:members]]
     for span in spans:
         parts[span.segment] = (span.start, span.stop)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class KLShampoo(Roots):
-    """The square roots of running means of `G R^-1 G' / inputs` and `G' L^-1 G / outputs`.
+    """Use inverse square roots of running means of `G R^-1 G' / inputs` and `G' L^-1 G / outputs`.
 
-    `R kron L` then approximates the gradient's second moment best in the Kullback-Leibler
-    divergence [Lin et al. 2025]. Inverses are the squares of the damped roots in use; before the
-    first decomposition they are the identity.
+    `R kron L` is then the best approximation of the gradient's second moment in terms of the
+    Kullback-Leibler divergence [Lin et al. 2025]. Inverses are the squares of the damped roots in
+    use; before the first decomposition they are the identity.
 
     Attributes:
         dtype: roots are kept, sent and multiplied in this dtype; None for the model's.

@@ -1,4 +1,4 @@
-"""Muon: the gradient without its singular values."""
+"""Muon: the gradient with all singular values set to 1."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def form_of(name: str, grafting: str) -> Form:
-    """Return the description, for the plan, of a preconditioner without factors."""
+    """Return a description of a preconditioner without factors for the plan."""
     needs = (
         *needs_of(name, {grafting: True}),
         Combination(
@@ -38,7 +38,7 @@ def form_of(name: str, grafting: str) -> Form:
 class Muon(Preconditioner):
     """The gradient, or its momentum, unchanged: `AdamGrafting()` computes the polar factor.
 
-    A layer needs no state; owners divide the products that make directions orthogonal. A bias is a
+    A layer needs no state, and owners share the work of orthogonalising directions. A bias is a
     column of the matrix [Jordan et al. 2024].
     """
 

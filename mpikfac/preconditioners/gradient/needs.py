@@ -1,4 +1,4 @@
-"""The needs of preconditioners whose factors come from the averaged gradient."""
+"""What preconditioners whose factors come from the averaged gradient require."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_REPLICAS = {"sync.local_steps": False}
 
 
 def needs_of(name: str, grafting: Mapping[str, object]) -> tuple[Combination, ...]:
-    """Return the needs of a preconditioner of the averaged gradient.
+    """Return the requirements of a preconditioner that uses the averaged gradient.
 
     Args:
         grafting: the grafting that the preconditioner requires.
@@ -34,14 +34,14 @@ def needs_of(name: str, grafting: Mapping[str, object]) -> tuple[Combination, ..
             "preconditioner",
             one,
             {"assignment.colocate_factors": True, "assignment.shard_optimizer": False},
-            "an owner computes factors from the gradient that it has",
+            "owners compute both factors, from the averaged gradient",
             any_of=True,
         ),
         Combination(
-            "preconditioner", one, {"sync.local_steps": False}, "factors are of averaged gradients"
+            "preconditioner", one, {"sync.local_steps": False}, "factors need averaged gradients"
         ),
         Combination(
-            "preconditioner", one, usual, "nothing predicts the loss, or the misfit of a root"
+            "preconditioner", one, usual, "neither the loss nor a root's misfit is predicted"
         ),
         Combination("preconditioner", one, grafting, "another grafting undoes the direction"),
     )

@@ -1,4 +1,4 @@
-"""NorMuon: Muon with rows of about equal lengths."""
+"""NorMuon: Muon with rows of approximately equal length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NorMuon(Muon):
     """The gradient, or its momentum, unchanged [NorMuon].
 
     `AdamGrafting(normalize_rows=True)` computes the polar factor and divides its rows. In addition
-    to Muon's state, one value per row of a matrix is kept.
+    to Muon's state, it keeps one value per row of a matrix.
     """
 
     name: ClassVar[str] = "normuon"

@@ -16,11 +16,12 @@ def turned_back(step: Tensor, held: Held) -> Tensor:
 
 
 def damped_squares(rotated: Tensor, held: Held) -> Tensor:
-    """Return squares of a gradient in eigenbases, `[outputs, inputs]`, with the damping added.
+    """Return the squares of a gradient in eigenbases, `[outputs, inputs]`, with the damping added.
 
-    Eigenvectors of small eigenvalues are an arbitrary basis of their space, so each gets the mean
-    of their squares, and steps do not depend on the basis. The square of the damping, relative to
-    the mean square of the matrix, is added, so that rounding errors cause no steps.
+    Eigenvectors with small eigenvalues are an arbitrary basis of their subspace, so the squares
+    along them are replaced by their mean, which makes steps independent of the basis. The square of
+    the damping, relative to the mean square of the matrix, is added, so that rounding errors cause
+    no steps.
     """
     squares = rotated.square()
     squares = _shared(squares, held.a["small"])
@@ -29,7 +30,7 @@ def damped_squares(rotated: Tensor, held: Held) -> Tensor:
 
 
 def _shared(squares: Tensor, small: Side) -> Tensor:
-    """Return rows `[..., n]` in which small eigenvalues' entries are replaced by their mean."""
+    """Return rows `[..., n]` with the entries of small eigenvalues replaced by their mean."""
     if not small:
         return squares
     chosen = torch.cat(tuple(small), -1)[..., None, :].to(squares.dtype)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Moments(Preconditioner):
-    """The base of preconditioners that use second moments of the gradient's rows and columns.
+    """The base class of preconditioners that use second moments of the gradient's rows and columns.
 
     A relative damping e is in units of the factor's mean eigenvalue.
     """
@@ -36,7 +36,7 @@ class Moments(Preconditioner):
 
 
 class Roots(Moments):
-    """The base of preconditioners that use inverse roots of damped factors.
+    """The base class of preconditioners that use inverse roots of damped factors.
 
     Attributes:
         exponent: p of the roots `(L + e I)^-p` and `(R + e I)^-p`.
@@ -58,7 +58,7 @@ class Roots(Moments):
 
 
 def form_of(name: str) -> Form:
-    """Return the description, for the plan, of a preconditioner with roots."""
+    """Return a description of a preconditioner with roots for the plan."""
     needs = needs_of(
         name, {"grafting": OneOf(("none", "sgd", "adam")), "grafting.orthogonalize": False}
     )
@@ -67,9 +67,9 @@ def form_of(name: str) -> Form:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Shampoo(Roots):
-    """The roots of running means of `G G'` and `G' G`.
+    """Use inverse roots of running means of `G G'` and `G' G`.
 
-    G is the averaged gradient `[outputs, inputs]`; R takes the place of A, and L that of G [Gupta
+    G is the averaged gradient `[outputs, inputs]`; R replaces A, and L replaces G of K-FAC [Gupta
     et al. 2018; Anil et al. 2020].
 
     Attributes:

@@ -37,9 +37,10 @@ class Influence:
     """The scores of all training images.
 
     Attributes:
-        scores: `[queries, images]`.
+        scores: the influence of each training image on each query, `[queries, images]`.
         own: the self-influence of each training image, `[images]`.
-        labels: those of the training images, and of the queries.
+        labels: the labels of the training images.
+        query_labels: the labels of the queries.
     """
 
     scores: Tensor
@@ -113,9 +114,9 @@ def scored(
     images, labels = examples(problem)
     curvature = mpikfac.lab.Curvature.load(path, model, comm, coverage=covered, skip=left)
     if left and comm.rank == 0:
-        print(f"no factors cover {', '.join(left)}: scores leave them out", flush=True)
+        print(f"no factors cover {', '.join(left)}: scores ignore these parameters", flush=True)
     if problem.options.ema_decay and comm.rank == 0:
-        print("scores are those of the weights themselves, not of their averages", flush=True)
+        print("scores are computed at the weights themselves, not at their averages", flush=True)
     model.eval()
 
     own = share(images, labels, comm.rank, comm.size)

@@ -1,4 +1,4 @@
-"""The options of the influence of training images; help does not import torch."""
+"""The options of the program for influence; showing help does not import torch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class InfluenceOptions:
     """Score the training images of a K-FAC run by their influence on the loss of test images.
 
     Args:
-        path: the directory of a run, whose newest checkpoint is used, or of a checkpoint inside the
-            directory of a run.
-        queries: the number of test images, the first ones of the test set.
+        path: the directory of a run, whose newest checkpoint is used, or that of a checkpoint
+            inside the directory of a run.
+        queries: the number of test images, which are the first ones of the test set.
         damping: the damping of the curvature, relative to the mean eigenvalue of each layer, or of
             each group of a layer.
-        top: the number of queries to print, and of images for each.
+        top: the number of queries to print, and the number of images to print for each.
         out: a new file for all scores, .h5; null for none.
         trust: allow executing the files FILE.py of the run's `model` and `data.name`.
-        data_path: the directory of the data set; null for that of the run.
+        data_path: the directory of the data set; null for the run's.
         device: the device of each rank; "auto" uses a GPU if there is one.
     """
 

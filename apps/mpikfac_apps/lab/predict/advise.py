@@ -1,4 +1,4 @@
-"""Advise batch, servers, ranks and strategy for training on a machine. No MPI.
+"""Recommend a batch, servers, ranks and a strategy for training on a machine. No MPI.
 
     mpikfac advise --model resnet50 --ranks 64 --machine v100-edr --factor_update_steps 10
 
@@ -41,7 +41,7 @@ FLOAT32 = 4  # bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the advice; return 0, or 2 after one line about invalid options."""
+    """Print the advice; return 0, or print a one-line error and return 2 if options are invalid."""
     return cli.run(ADVISE.program, lambda: advise(ADVISE.read(argv)))
 
 
@@ -81,12 +81,12 @@ def advise(options: AdviseOptions) -> int:
 
 
 def images_to_cover(messages: float, per_image: float) -> int:
-    """Return the minimum number of images per rank whose computation takes as long as messages."""
+    """Return the minimum number of images per rank that take as long to compute as messages."""
     return max(1, math.ceil(messages / per_image - 1e-9))
 
 
 def servers_to_hide(size: float, clients: int, bandwidth: float, computing: float) -> int:
-    """Return the minimum number of servers that exchange `size` bytes while clients compute.
+    """Return the minimum number of servers whose messages fit in the clients' computing time.
 
     Every client pushes gradients and fetches weights, `size` bytes each, in equal parts to and from
     all servers. A server moves `bandwidth` bytes per second.
@@ -98,7 +98,8 @@ def efficient(steps: Mapping[int, float], least: float) -> int:
     """Return the largest number of ranks whose efficiency is at least `least`.
 
     The efficiency is the step time of a single rank divided by that of all ranks, with the same
-    number of images per rank: the fraction of a rank's images per second that is left.
+    number of images per rank. This is the fraction that remains of a single rank's images per
+    second.
 
     Args:
         steps: the time of a step, in seconds, by number of ranks, including a single rank.
@@ -107,20 +108,20 @@ def efficient(steps: Mapping[int, float], least: float) -> int:
 
 
 def growing(options: AdviseOptions) -> tuple[str, ...]:
-    """Return the stages whose computation grows with the batch; factors of the gradient do not."""
+    """Return the stages whose computation grows with the batch, unlike factors of the gradient."""
     chosen = options.preconditioner
     of_gradient = chosen is not None and chosen.form.of == "gradient"
     return PASSES if of_gradient else (*PASSES, "statistics")
 
 
 def overlap_choices(options: AdviseOptions) -> list[AdviseOptions]:
-    """Return the options with and without overlap, or as given."""
+    """Return the options with and without overlap, or unchanged if they set it."""
     values = [options.given[OVERLAP]] if OVERLAP in options.given else [True, False]
     return [replace(options, given={**options.given, OVERLAP: value}) for value in values]
 
 
 def needs(row: Row, options: AdviseOptions) -> Row:
-    """Return the computing time per image and the images needed, for a predicted row."""
+    """Return the computing time per image and the number of images needed, for a predicted row."""
     if "left_out" in row:
         return {}
     stages = row["mean"]["stages"]
@@ -133,7 +134,7 @@ def needs(row: Row, options: AdviseOptions) -> Row:
 
 
 def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> Iterator[Row]:
-    """Yield rows of the strategies with other workers and levels that compute the same results."""
+    """Yield rows of variants with other workers and levels, which compute the same results."""
     for row in variants(options, network_of(options), ranks, machine, {"": {}}):
         if row["change"]:
             yield row | needs(row, options) | {"overlap": options.given[OVERLAP]}
@@ -142,8 +143,8 @@ def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine
 def best(rows: Sequence[Row]) -> Row:
     """Return the fastest strategy.
 
-    Strategies with the results of one process come first, before strategies with a different
-    estimator or with an upper bound as prediction, and these before training without K-FAC.
+    Strategies with the results of a single process are preferred to strategies with a different
+    estimator, or with only an upper bound as prediction, and these to training without K-FAC.
     """
     candidates = [row for row in rows if "left_out" not in row]
     rank = min(_place(row["strategy"]) for row in candidates)
@@ -168,8 +169,8 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
         "Milliseconds of a mean step. overlapped: messages sent while ranks compute; blocking: all",
         "  other messages, which no batch hides; step, exposed: the step as simulated,",
         "  and the part in which a rank does nothing but communicate.",
-        "overlap: whether messages are sent during the backward pass; the faster one is advised",
-        "images: the minimum images per rank whose computation takes as long as overlapped "
+        "overlap: whether messages are sent during the backward pass; the faster way is advised",
+        "images: the minimum number of images per rank that take as long to compute as overlapped "
         "messages",
     ]
 
@@ -206,14 +207,14 @@ def of_batch(row: Row, options: AdviseOptions) -> list[str]:
     played, *_ = predictions(chosen, machine)
     return [
         f"Batch per rank, with {label(row)}",
-        f"  computing of an image = ({' + '.join(parts)}) ms / {number(batch, 'image')} = "
+        f"  computing time of an image = ({' + '.join(parts)}) ms / {number(batch, 'image')} = "
         f"{ms(row['per_image'], 3)} ms",
-        f"  images >= overlapped messages / computing of an image = "
+        f"  images >= overlapped messages / computing time of an image = "
         f"{ms(step['overlapped'])} ms / {ms(row['per_image'], 3)} ms = {least:.1f}: {images}",
         f"  Use {words_for(row, options)} --batch_per_rank {taken}",
         f"  A step is then {ms(played['mean']['seconds'])} ms, of which "
-        f"{ms(played['mean']['exposed'])} ms are exposed, {ms(blocking(played))} ms of blocking "
-        f"messages among them",
+        f"{ms(played['mean']['exposed'])} ms are exposed, including {ms(blocking(played))} ms of "
+        f"blocking messages",
     ]
 
 
@@ -224,7 +225,7 @@ def label(row: Row) -> str:
 
 
 def words_for(row: Row, options: AdviseOptions) -> str:
-    """Return the options of the training program for a row."""
+    """Return the training program's options for a row."""
     first_order, name = row["strategy"].startswith("sgd"), row["strategy"].removeprefix(SGD)
     words = ["--optimizer sgd"] if first_order else []
     words += [f"--strategy {name}"] if name != "sgd" else []
@@ -239,7 +240,7 @@ def words_for(row: Row, options: AdviseOptions) -> str:
 
 
 def words_of(preconditioner: Preconditioner) -> list[str]:
-    """Return the options of the training program for a preconditioner."""
+    """Return the training program's options for a preconditioner."""
     now, usual = flat(preconditioner), flat(type(preconditioner)())
     own = [f"--kfac.preconditioner.{k} {json.dumps(v)}" for k, v in now.items() if v != usual[k]]
     return [f"--kfac.preconditioner {joints.name_of(preconditioner)}", *own]
@@ -256,7 +257,7 @@ def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Mach
     servers = servers_to_hide(size, ranks, bandwidth, computing)
     return [
         f"Parameter servers, for {number(ranks, 'client')} without K-FAC",
-        "  servers >= 2 x bytes of the model x clients / (bandwidth of a server x computing)",
+        "  servers >= 2 x bytes of the model x clients / (bandwidth of a server x computing time)",
         f"  = 2 x {size / MIB:.2f} MiB x {ranks} / "
         f"({bandwidth / 1e9:.2f} GB/s x {ms(computing)} ms) = {least:.1f}: "
         f"{servers}",
@@ -266,10 +267,10 @@ def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Mach
 
 
 def of_rate(row: Row, options: AdviseOptions) -> list[str]:
-    """Return the learning rates of the batch of all ranks, by both rules."""
+    """Return the learning rates for the batch of all ranks, by both rules."""
     ranks, images = row["ranks"], max(row["images"], options.batch_per_rank)
     return [
-        f"Learning rate of {number(ranks * images, 'image')}, in place of {images} on one rank",
+        f"Learning rate for {number(ranks * images, 'image')}, instead of {images} on one rank",
         f"  --scale_lr linear: lr x {ranks}",
         f"  --scale_lr sqrt: lr x {math.sqrt(ranks):.2f}",
     ]
@@ -280,8 +281,8 @@ def of_ranks(
 ) -> list[str]:
     """Return the efficiency of a strategy on 1, 2, 4 ... ranks, and the largest efficient number.
 
-    The strategy is the best one on the largest number of ranks, without the choices of the search,
-    which apply to a single number of ranks.
+    The strategy is the best one on the largest number of ranks, without choices that the search has
+    changed, because these apply to a single number of ranks.
 
     Raises:
         ValueError: the strategy, or a choice of the options, does not fit a single rank.
@@ -304,13 +305,13 @@ def of_ranks(
     return [
         f"Ranks for an efficiency of {options.efficiency:g}, with {row['strategy']}",
         *table(lines),
-        f"  efficiency = step of 1 rank / step; {options.batch_per_rank} images per rank",
+        f"  efficiency = step time of 1 rank / step time; {options.batch_per_rank} images per rank",
         f"  Use {words_for(row, options)} on {number(count, 'rank')}",
     ]
 
 
 def blocking(row: Row) -> float:
-    """Return the time of messages that block, in a mean step, in seconds."""
+    """Return the time of blocking messages in a mean step, in seconds."""
     step = row["mean"]
     sent = (step["stages"].get(stage, 0.0) for stage in mpikfac.trace.COMMUNICATION)
     return max(0.0, sum(sent) - step["overlapped"])

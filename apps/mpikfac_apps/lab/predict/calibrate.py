@@ -2,10 +2,11 @@
 
     mpirun -n 4 mpikfac calibrate --out machine.json --model resnet20
 
-During every measurement all ranks do the same work, as in training: ranks can share cores, and
+During every measurement, all ranks do the same work, as in training: ranks can share cores, and
 communicators can share the link of a node. Other work on the machine distorts the measurement, so
 use an idle machine. On GPUs, messages are sent as in training: directly if MPI accepts device
-buffers, else through the host; MPIKFAC_CUDA_AWARE=0 measures the latter with any MPI.
+buffers, otherwise through the host. With MPIKFAC_CUDA_AWARE=0, they are always sent through the
+host.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ DECOMPOSED: dict[str, Callable[[Tensor], object]] = {
     "shampoo": lambda factor: mpikfac.preconditioners.Shampoo().decompose(factor, 1e-3, None),
 }
 CUBES = [2**k for k in range(4, 12)]  # orders of products
-LONGEST = 0.5  # seconds; once a message or factor takes longer, larger sizes are left out
+LONGEST = 0.5  # seconds; once a message or factor takes longer, larger ones are not measured
 BUDGET = 0.1  # seconds for the repetitions of one measurement
 STEPS_BUDGET = 5.0  # seconds for the steps of one network, per measurement
 TURNS, STEPS = 6, 4  # rounds of overlapped and of plain steps, and steps per round
@@ -151,7 +152,7 @@ def measured(
 
 
 def groups(comm: mpikfac.comm.Comm) -> Iterator[tuple[int, int]]:
-    """Yield sizes of communicators and the distance of the members: rows and columns of grids."""
+    """Yield the size and the distance between members of communicators: rows and columns."""
     for size in mpikfac.plan.divisors(comm.size)[1:]:
         for distance in sorted({1, comm.size // size}):
             yield size, distance
@@ -199,7 +200,7 @@ def curve(
     primitive: str,
     codec: mpikfac.plan.Codec | None,
 ) -> tuple[tuple[float, float], ...]:
-    """Return the bytes and times of a collective of all groups, up to the first long time.
+    """Return the sizes and times of a collective of all groups, up to the first slow one.
 
     Collective over: comm.
     """
@@ -220,10 +221,10 @@ def collective(
     elements: int,
     codec: mpikfac.plan.Codec | None,
 ) -> tuple[int, Callable[[], object]]:
-    """Return the bytes of a collective over about `elements` elements, and the collective.
+    """Return the bytes of a collective over about `elements` elements, and a function that runs it.
 
     It runs as in training. Members are roots in round-robin order, because messages from a single
-    root would overtake each other.
+    root would overlap with each other.
     """
     group, ranks = grid.world, grid.world.size
     part = max(16, elements // ranks // 16 * 16)  # layouts are aligned
@@ -257,10 +258,10 @@ def there_and_back(pair: mpikfac.comm.Comm, buffer: np.ndarray) -> None:
 def hidden_part(
     comm: mpikfac.comm.Comm, machine: mpikfac.predict.Machine, network: TimedNetwork
 ) -> float:
-    """Return the fraction of an overlapped message's seconds that does not lengthen a step.
+    """Return the fraction of an overlapped message's time that does not lengthen a step.
 
-    It is fitted, from -10 to 1, so that the model reproduces the measured difference between steps
-    with overlapped messages and steps that send the same messages without overlap.
+    It is fitted, between -10 and 1, so that predictions reproduce the measured difference between
+    steps with overlapped messages and steps that send the same messages without overlap.
 
     Collective over: comm.
     """
@@ -295,7 +296,7 @@ def ladder(
     orders: Sequence[int],
     work: Callable[[Tensor], object],
 ) -> tuple[tuple[float, float], ...]:
-    """Return orders and times of a computation on a factor, up to the first long time.
+    """Return the orders and times of a computation on factors, up to the last fast one.
 
     Collective over: comm.
     """
@@ -310,7 +311,7 @@ def ladder(
 
 
 def squared(matrix: Tensor) -> Tensor:
-    """Return the product of a matrix with itself, as the library multiplies."""
+    """Return the product of a matrix with itself, computed by the library."""
     return mpikfac.numerics.product(matrix, matrix)
 
 
@@ -320,7 +321,7 @@ def rates(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], .
 
 
 def visit(comm: mpikfac.comm.Comm, networks: Sequence[TimedNetwork]) -> None:
-    """Measure steps of all networks once more.
+    """Measure more steps of all networks.
 
     Collective over: comm.
     """
@@ -330,7 +331,7 @@ def visit(comm: mpikfac.comm.Comm, networks: Sequence[TimedNetwork]) -> None:
 
 
 class TimedNetwork:
-    """Time a network's training steps, which all ranks take at the same time, independently.
+    """Time a network's training steps, which all ranks take at the same time but independently.
 
     Attributes:
         orders: the orders of the network's factors.
@@ -369,7 +370,9 @@ class TimedNetwork:
         }
 
     def look(self, comm: mpikfac.comm.Comm, preconditioner: str) -> None:
-        """Take some steps. Every second step computes new factors; the first step is not counted.
+        """Take and time some steps, of which every second one computes new factors.
+
+        The first steps are not counted.
 
         Collective over: comm.
         """
@@ -411,7 +414,7 @@ class TimedNetwork:
     def _trainer(
         self, comm: mpikfac.comm.Comm, **settings: Any
     ) -> tuple[mpikfac.KFAC, Tensor, Tensor]:
-        """Return the network's K-FAC trainer with a single decomposition, and images and labels."""
+        """Return a K-FAC trainer that decomposes factors only once, the images and the labels."""
         model = copy.deepcopy(self._model)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
         arguments = {
@@ -424,7 +427,7 @@ class TimedNetwork:
         return once, self._inputs, self._labels
 
     def seconds(self, comm: mpikfac.comm.Comm) -> mpikfac.predict.Network:
-        """Return medians of all steps so far, on the slowest rank.
+        """Return the medians over all steps so far, on the slowest rank.
 
         Collective over: comm.
         """
@@ -459,7 +462,10 @@ def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Time the parts of a training step, in seconds; "others": `KFAC.step` without two stages."""
+    """Time the parts of a training step, in seconds.
+
+    "others" is the time of `KFAC.step` without preconditioning and the optimizer.
+    """
     kfac.trace.clear()
     kfac.optimizer.zero_grad()
     start = now(images.device)
@@ -475,7 +481,7 @@ def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, 
 
 
 def now(device: torch.device) -> float:
-    """Return the current time in seconds, after the device has finished all started work."""
+    """Return the current time in seconds, once the device has finished all work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -489,7 +495,7 @@ def _way(device: torch.device) -> dict[str, str]:
 
 
 def seconds_of(comm: mpikfac.comm.Comm, device: torch.device, work: Callable[[], object]) -> float:
-    """Return the median over repetitions of the slowest rank's seconds; ranks start together.
+    """Return the median over repetitions of the slowest rank's time; ranks start together.
 
     Collective over: comm.
     """
@@ -503,6 +509,6 @@ def seconds_of(comm: mpikfac.comm.Comm, device: torch.device, work: Callable[[],
 
     work()
     first = slowest(1)
-    at_once = min(50, max(1, int(2e-3 / first)))  # short work is timed several times together
+    at_once = min(50, max(1, int(2e-3 / first)))  # repetitions of short work are timed together
     count = min(15, max(3, int(BUDGET / (first * at_once))))
     return median(slowest(at_once) for _ in range(count))

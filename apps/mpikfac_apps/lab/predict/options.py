@@ -1,4 +1,4 @@
-"""The options of the programs that predict and measure; help does not import torch."""
+"""The options of the programs that predict and measure; showing help does not import torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SEARCH = ("search", "picture")
 
 
 def strategy_names(text: str) -> tuple[str, ...]:
-    """Return names of strategies from a text such as "sgd,comm-opt,sgd:local-sgd", or "all".
+    """Return the strategies named in a text such as "sgd,comm-opt,sgd:local-sgd", or "all".
 
     Raises:
         ValueError: a name is unknown.
@@ -61,18 +61,18 @@ def strategy_names(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PredictionOptions:
-    """The strategies, the machine and the training of predictions.
+    """The strategies, the machine and the training to predict.
 
     Args:
-        machine: the machine: a file of `mpikfac calibrate`, or a published machine.
+        machine: the machine: a file written by `mpikfac calibrate`, or a published machine.
         model: your own model, as FILE.py:FUNCTION; a network from timm, as timm:NAME; or a network
             by name.
         ranks: the numbers of ranks to predict for, separated by commas: 16,64,256.
-        classes: the number of classes; null for 1000 with most timm networks and those for
-            ImageNet, for the number that your own model has, and for 10 with all other networks.
+        classes: the number of classes. null: 1000 for most timm networks and for networks for
+            ImageNet, the number that your own model has, and 10 for all other networks.
         strategy: the names of strategies, separated by commas: comm-opt,mem-opt. "all": all names
-            that `mpikfac strategies` lists, and "sgd", training without K-FAC. "sgd:local-sgd":
-            training without K-FAC under a strategy.
+            that `mpikfac strategies` lists, and "sgd", which is training without K-FAC.
+            "sgd:local-sgd": training without K-FAC under a strategy.
         preconditioner: the preconditioner of every strategy with factors; a strategy with vectors
             keeps its own. null: the preconditioner with which each strategy was published.
         inv_update_steps: the number of steps between two decompositions of the factors. null: 50
@@ -81,8 +81,8 @@ class PredictionOptions:
         stragglers: the spread of the ranks' computing times, as a standard deviation of the
             logarithm; 0.05 for 5 %.
         json: a file to write the predictions to; null for none.
-        given: the values of options that a user sets, by key.
-        distribution: the choices that replace those of each strategy.
+        given: the values of the options that the user sets, by key.
+        distribution: choices that replace those of each strategy.
     """
 
     machine: str = listed(mpikfac.predict.published_machines())
@@ -101,7 +101,7 @@ class PredictionOptions:
 
     @property
     def change(self) -> dict[str, Any]:
-        """The choices by key that replace those of each strategy."""
+        """The choices that replace those of each strategy, by key."""
         return {k: value for k, value in self.given.items() if k.partition(".")[0] in JOINTS}
 
 
@@ -121,18 +121,18 @@ class SimulateOptions(PredictionOptions):
 
 @dataclass(frozen=True)
 class AdviseOptions(PredictionOptions):
-    """Advise batch, servers and strategy that hide messages on a machine. No MPI.
+    """Recommend a batch, servers and a strategy that hide messages on a machine. No MPI.
 
     Args:
-        efficiency: the minimum efficiency, such as 0.8: print the largest number of ranks with this
-            efficiency, up to the largest of `ranks`; null for none.
+        efficiency: the minimum efficiency, such as 0.8, for which the largest number of ranks is
+            printed, up to the largest of `ranks`; null for none.
     """
 
     efficiency: float | None = bounded(None, "> 0", "<= 1")
 
 
 def model_names(text: str) -> tuple[str, ...]:
-    """Return names of models from a text such as "resnet20,my_models.py:build".
+    """Return the models named in a text such as "resnet20,my_models.py:build".
 
     Raises:
         ValueError: a name is unknown.
@@ -156,7 +156,8 @@ class CalibrateOptions:
             resnet20,timm:resnet18,my_models.py:build.
         input: the shape of an example, such as 3,32,32, instead of a network's default shape;
             required for your own model.
-        tokens: examples for your own model are whole numbers below `tokens`; null for real numbers.
+        tokens: if set, examples for your own model are whole numbers below `tokens`; null for real
+            numbers.
         batch_per_rank: the numbers of images per step on each rank, separated by commas: 8,32,128.
             Predictions for numbers in between are interpolated linearly.
         device: the device of each rank; "auto" uses a GPU if there is one.
@@ -171,7 +172,7 @@ class CalibrateOptions:
 
 
 def first_preset(names: str) -> dict[str, Any]:
-    """Return the options of the first strategy of a text; for "sgd" and "all", of COMM-OPT."""
+    """Return the options of the first strategy in a text; for "sgd" and "all", of COMM-OPT."""
     return preset(names.partition(",")[0].strip().removeprefix(SGD)) or preset(COMM_OPT)
 
 

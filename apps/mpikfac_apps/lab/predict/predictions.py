@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def predictions(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[Row]:
-    """Return a row for each strategy and number of ranks, or the reason if there is no prediction.
+    """Return a row for each strategy and number of ranks, or the reason why it has no prediction.
 
     Raises:
         ValueError: no strategy can be predicted.
@@ -57,10 +57,10 @@ def predicted(
     ranks: int,
     machine: mpikfac.predict.Machine,
 ) -> Row:
-    """Return the row of a strategy, or the reason if there is no prediction.
+    """Return the row of a strategy, or the reason why there is no prediction.
 
-    "sgd" is the baseline of all others: it overlaps its messages if that is faster, unless the
-    options say whether to overlap.
+    "sgd" is the baseline for all others: it overlaps its messages if that is faster, unless the
+    options set whether to overlap.
     """
     if name != "sgd" or OVERLAP in options.given:
         return predicted_as_given(options, network, name, ranks, machine)
@@ -84,7 +84,7 @@ def predicted_as_given(
     ranks: int,
     machine: mpikfac.predict.Machine,
 ) -> Row:
-    """Return the row of a strategy with messages as given; the reason if there is no prediction."""
+    """Return the row of a strategy with the options unchanged, or why there is no prediction."""
     row: Row = {"strategy": name, "ranks": ranks}
     try:
         run = foreseen_of(options, network, name, ranks, machine)
@@ -102,7 +102,7 @@ def predicted_as_given(
 def job_of(
     options: PredictionOptions, factor_update_steps: int, inv_update_steps: int
 ) -> mpikfac.predict.Job:
-    """Return the training to predict."""
+    """Return the training job to predict."""
     return mpikfac.predict.Job(
         options.model,
         options.batch_per_rank,
@@ -120,7 +120,7 @@ class NetworkShapes:
     Attributes:
         covered: the shapes with K-FAC.
         bare: the shapes without K-FAC.
-        calls: the calls of the covered layers in a rank's pass.
+        calls: the calls of the covered layers in a pass on a rank.
     """
 
     covered: Shapes
@@ -193,7 +193,7 @@ def without_factors(options: PredictionOptions) -> bool:
 
 
 def machine_in_words(machine: mpikfac.predict.Machine) -> list[str]:
-    """Return lines with the machine, and with those of its values that are estimates."""
+    """Return lines with the machine's name, and with the values that are estimates."""
     words = f"Estimated: {', '.join(machine.estimated)}" if machine.estimated else ""
     lines = textwrap.wrap(words, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return [f"Machine: {machine.name}; predicted, not measured", *lines]

@@ -2,7 +2,7 @@
 
     mpikfac simulate --search true --model resnet50 --ranks 1024 --machine a100-hdr
 
-A choice is a strategy, a number of workers, one level or two levels of messages, compression and
+A choice consists of a strategy, a number of workers, one or two levels of messages, compression and
 intervals.
 """
 
@@ -42,7 +42,7 @@ WIRES: Mapping[str, Mapping[str, str]] = {
     "int8": _compressed("int8", "bfloat16"),
 }
 """The choices of compression by name, from the most to the least precise."""
-STEP = 1.03  # ratio of consecutive values of a cost, because predictions are no more exact
+STEP = 1.03  # ratio of consecutive values of a cost; predictions are not more accurate than this
 COST = ("seconds", "sent", "memory")
 PER_NODE = "transport.ranks_per_node"
 Options = TypeVar("Options", bound=PredictionOptions)
@@ -51,7 +51,7 @@ TRAINED = ("factor_update_steps", "inv_update_steps", "wires")
 
 
 def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[Row]:
-    """Return all choices for each number of ranks, and mark those that are the `best`.
+    """Return all choices for each number of ranks, with a mark on the `best` ones.
 
     Only choices that compute the same results are compared, by seconds, bytes sent and memory.
 
@@ -60,14 +60,14 @@ def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list
     """
     if options.preconditioner is None:
         raise ValueError(
-            "search=true compares strategies of one preconditioner; set preconditioner, not null"
+            "search=true compares strategies with one preconditioner; set preconditioner, not null"
         )
     network, groups = network_of(options), dict[Hashable, list[Row]]()
     every = dict.fromkeys(options.ranks)
     rows = [row for ranks in every for row in variants(options, network, ranks, machine, WIRES)]
     if all("left_out" in row for row in rows):
         none = (
-            "search=true needs a strategy that trains like one process on all images; hybrid "
+            "search=true needs a strategy with the results of one process on all images; hybrid "
             "needs a number of ranks that is not prime"
         )
         raise ValueError(rows[0]["left_out"] if rows else none)
@@ -86,8 +86,8 @@ def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list
 def front(points: Sequence[Sequence[float]]) -> set[int]:
     """Return the indices of the Pareto-optimal points; lower is better.
 
-    A point is better than another if it is at least as good everywhere, and either not equal or
-    the first of equal points.
+    A point is better than another if it is at least as good in every coordinate, and either differs
+    from it or comes first.
     """
     kept: list[int] = []
     # A better point comes first in this order.
@@ -131,7 +131,7 @@ def changed(options: Options, change: Mapping[str, Any]) -> Options:
 
 
 def alike(name: str) -> bool:
-    """Return whether a strategy trains like one process with the joined batch, synchronously."""
+    """Return whether a strategy has the results of one process with the joined batch."""
     way = mpikfac.plan.NAMED.get(name)
     return way is not None and way.same and way.strategy.refresh == mpikfac.Refresh()
 
@@ -145,7 +145,7 @@ def changes(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the compression and the choices of every variant of a strategy.
 
-    What the options set is kept.
+    Choices that the options set are kept.
     """
     given, per_node = options.change, machine.ranks_per_node
     workers: list[dict[str, Any]] = [{}]
@@ -162,7 +162,7 @@ def changes(
 
 
 def at_intervals(row: Row, options: PredictionOptions) -> Iterator[Row]:
-    """Yield the costs of a variant, and with the requested compression also for other intervals.
+    """Yield the costs of a variant and, with the requested compression, those at other intervals.
 
     A variant without a prediction has no costs.
     """
@@ -209,7 +209,7 @@ def _around(interval: int) -> list[int]:
 
 
 def mean(row: Row, parts: Mapping[tuple[bool, bool], float], name: str) -> float:
-    """Return the mean of a value over steps, from the fractions of the kinds of steps."""
+    """Return the mean of a value over steps, given the fraction of each kind of step."""
     kinds = {(False, False): "ordinary", (True, False): "factors", (True, True): "refresh"}
     return sum(parts[kind] * float(row[step][name]) for kind, step in kinds.items())
 
@@ -225,7 +225,7 @@ def heading(options: PredictionOptions, machine: mpikfac.predict.Machine) -> lis
         "The choices that no other choice with the same intervals and compression beats:",
         "  ms of a mean step, MiB sent by a rank in a mean step, and MiB kept by the fullest rank;",
         f"  values that differ by less than {STEP - 1:.0%} can count as equal",
-        "* computes results other than those requested; predictions do not say how well it trains",
+        "* its results differ from those requested; predictions do not show how well it trains",
     ]
 
 
@@ -252,8 +252,7 @@ def cells(row: Row) -> tuple[str, ...]:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the best choices by MiB sent and milliseconds, with a panel per number of ranks.
 
-    The area of a marker is proportional to the memory. Choices that compute other results are
-    hollow.
+    The area of a marker grows linearly with the memory. Choices with other results are hollow.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -273,7 +272,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         panel.set(title=number(count, "rank"), xlabel="MiB sent by a rank", ylabel="ms per step")
         panel.grid(alpha=0.3)
     keys = [Patch(color=f"C{place}") for place in range(len(names))]
-    words = "hollow: computes other results than requested; area: memory of the fullest rank"
+    words = "hollow: results other than those requested; area: memory of the fullest rank"
     figure.legend(keys, names, loc="outside lower center", ncols=5, title=words)
     image = io.BytesIO()
     figure.savefig(image, format=path.suffix[1:], dpi=120)

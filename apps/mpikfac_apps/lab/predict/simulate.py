@@ -2,7 +2,7 @@
 
     mpikfac simulate --model resnet50 --ranks 16,256,4096 --machine v100-edr --inv_update_steps 100
 
-A machine is a file of `mpikfac calibrate`, or a published machine.
+A machine is a file written by `mpikfac calibrate`, or the name of a published machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from mpikfac_apps.text import mib, number, show, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table per number of ranks; return 0, or 2 after one line about invalid options."""
+    """Print one table for each number of ranks.
+
+    Return 0, or print a one-line error and return 2 if the options are invalid.
+    """
     return cli.run(SIMULATE.program, lambda: predict(SIMULATE.read(argv)))
 
 
@@ -58,15 +61,15 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
         job_in_words(options),
         *machine_in_words(machine),
         "Milliseconds of a step: mean; plain: a step without new factors; factors: a step with",
-        "  new factors; bases: a step with new factors and bases. Parts of the mean: comm, while a",
-        "  rank does nothing but communicate, and wait, for slower ranks.",
+        "  new factors; bases: a step with new factors and bases. Parts of the mean: comm, when a",
+        "  rank does nothing but communicate, and wait, when it waits for slower ranks.",
         "MiB kept by the fullest rank, without model, momenta and grafting; MiB sent by",
         "  a rank in a mean step",
         "sgd: overlaps its messages with the backward pass if that is faster",
-        "* upper bounds: as if no core were free for the background and all factors had changed",
+        "* upper bounds, as if no core were free for background work and all factors had changed",
     ]
     if machine.between is None:
-        lines.append("The machine is a single node: predictions assume all ranks on a single node")
+        lines.append("The machine is a single node, so predictions assume all ranks on one node")
     if settings := ", ".join(uncounted(options.kfac)):
         lines.append(f"Not counted: {settings}")
     return lines
@@ -107,6 +110,6 @@ def of_clients(row: Row) -> list[str]:
         return []
     return [
         f"{row['strategy']}: {number(clients['number'], 'client')}, {clients['updates']:,.1f} "
-        f"updates a second, mean staleness {clients['staleness']:.1f}; a server works "
+        f"updates per second, mean staleness {clients['staleness']:.1f}; a server is busy "
         f"{clients['busy']:.0%} of the time"
     ]

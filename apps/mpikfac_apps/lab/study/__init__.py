@@ -11,13 +11,13 @@ from mpikfac_apps.options.fields import positional
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """Run a study, every combination of some options of the training program, and report on it.
+    """Run a study, which is every combination of some training options, and write a report.
 
     Args:
-        study: the file of the study, in YAML; its format is in docs/extensions/study.md.
+        study: the file of the study, in YAML; docs/extensions/study.md describes its format.
         run_dir: the directory of all runs and of the report; null for runs/NAME, with the name of
             the study.
-        report_only: write the report from existing files, without running anything.
+        report_only: only write the report from existing files, without running anything.
     """
 
     study: Path = positional()

@@ -27,7 +27,7 @@ from mpikfac_apps.options.fields import bounded, positional, read_by
 from mpikfac_apps.text import as_csv, latex, listed, show, table
 
 UNITS = ("steps", "epochs", "seconds")
-"""Units of the training until a test."""
+"""The units in which training until a test is measured."""
 Variants = Mapping[str, Sequence[Curve]]
 """The runs of each variant by its name: one run per seed."""
 
@@ -52,9 +52,9 @@ class CompareOptions:
             (0.97); for autoencoders, the test error; for language models, bits per byte. null for
             no target.
         figure: a file to draw the curves into, .pdf, .png or .svg; null for none.
-        png: another name of figure.
-        table: a file for the values: .csv with one line per run, or .tex with a table in LaTeX, of
-            means if a variant has several seeds; null for none.
+        png: another name for `figure`.
+        table: a file for the values: .csv with one line per run, or .tex with a LaTeX table, which
+            has means if a variant has several seeds; null for none.
     """
 
     runs: list[Path] = positional()
@@ -68,7 +68,7 @@ COMPARE = CommandLine("mpikfac compare", CompareOptions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table and write the files; return 0, 2 after a line about an invalid option."""
+    """Print the table and write the files; return 0, or 2 after printing an error."""
     return cli.run(COMPARE.program, lambda: compare(COMPARE.read(argv)))
 
 
@@ -160,7 +160,7 @@ def shared_start(names: Sequence[str]) -> str:
 
 
 def short_names(runs: Iterable[str]) -> dict[str, str]:
-    """Return the part of each path in which the paths differ."""
+    """Return the part of each path that differs from the other paths."""
     paths = {run: Path(run).resolve() for run in runs}
     parents = {str(path.parent) for path in paths.values()}
     if len(parents) == len(paths) == 1:
@@ -223,7 +223,7 @@ def over_seeds(numbers: Sequence[float | None], shown: Callable[[float], str]) -
 def values(
     run_curves: Mapping[str, Curve], variants: Variants, target: float | None
 ) -> list[dict[str, Any]]:
-    """Return the values of each run: the end, the best test, and the training to the target."""
+    """Return the values of each run: the last and best test, and the training to the target."""
     names = {id(curve): name for name, runs in variants.items() for curve in runs}
     plain = []
     for run, curve in run_curves.items():
@@ -313,7 +313,7 @@ def about_bounds(run_curves: Mapping[str, Curve]) -> Iterator[str]:
 
 
 def draw(variants: Variants, target: float | None, kind: str) -> bytes:
-    """Return a figure of tests by epoch and by seconds, and of `kl_scale` if a clip is active.
+    """Draw test results by epoch and by seconds, and `kl_scale` if a clip is active.
 
     Args:
         kind: "pdf", "png" or "svg".

@@ -12,7 +12,7 @@ from mpikfac import files
 from mpikfac_apps.lab.study.measures import MEASURES, Measure
 
 LIMIT = 2**27
-"""Maximum size in bytes of metrics that are read: about a million lines."""
+"""The maximum size in bytes of a file of metrics that is read: about a million lines."""
 FORM = {"step": int, "epoch": float, "seconds": float}
 NEARLY_ALL = 0.9
 POSITIVE = ("images_per_second", "seconds")
@@ -57,7 +57,7 @@ class Curve:
         return self.measure.best(self.values)
 
     def reached(self, target: float) -> Reached | None:
-        """Return the training until the first test as good as `target`; None if there is none."""
+        """Return when the first test was as good as `target`; None if no test was."""
         for place, value in enumerate(self.values):
             if self.measure.reaches(value, target):
                 return Reached(self.epochs[place], self.seconds[place], self.steps[place])
@@ -103,7 +103,7 @@ def _is_number(value: object) -> bool:
 
 
 def curve(rows: Collection[Mapping[str, Any]], measure: Measure) -> Curve:
-    """Return the curve of a run's lines; the curve is empty before the end of the first epoch."""
+    """Return the curve of a run, given its lines; it is empty before the first epoch has ended."""
     ends = [row for row in rows if measure.key in row]
     columns = {"steps": "step", "epochs": "epoch", "seconds": "seconds", "values": measure.key}
     scales = [(row["epoch"], row["kl_scale"]) for row in rows if "kl_scale" in row]
@@ -112,7 +112,7 @@ def curve(rows: Collection[Mapping[str, Any]], measure: Measure) -> Curve:
 
 
 def measure_of(rows: Iterable[Mapping[str, Any]]) -> Measure:
-    """Return the measure of a run's lines; accuracy before the end of the first epoch."""
+    """Return a run's measure, given its lines; accuracy before the first epoch has ended."""
     keys = {key for row in rows for key in row}
     return next(
         (measure for measure in MEASURES.values() if measure.key in keys), MEASURES["accuracy"]

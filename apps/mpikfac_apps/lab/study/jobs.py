@@ -2,7 +2,7 @@
 
 STUDY/cells/CELL/run/          the run directory of the training program
 STUDY/cells/CELL/output.txt    the output of the program
-STUDY/cells/CELL/result.json   the end of the job; missing until the job has ended
+STUDY/cells/CELL/result.json   how the job ended; missing until then
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ TICK = 0.1  # seconds between two checks of processes that should end
 LOOK = 1.0  # seconds between two checks of a running job
 PATIENCE = 60.0  # seconds that a job can take to end
 CELLS = "MPIKFAC_CELLS"
-"""The variable with the directory of the cells, in the processes of a job."""
+"""The environment variable that holds the directory of the cells, in the processes of a job."""
 KILLED = 128  # added to the number of the signal that has ended a rank
-NOTE = re.compile(r"^(-{60,}|={60,})$.*?^\1$", re.MULTILINE | re.DOTALL)  # of an MPI launcher
+# A note of an MPI launcher.
+NOTE = re.compile(r"^(-{60,}|={60,})$.*?^\1$", re.MULTILINE | re.DOTALL)
 FORM = {"code": int, "why": str, "seconds": float}  # of a result
 
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a cell's last start.
+    """How a cell's last job ended.
 
     Attributes:
         code: the exit code; 0 if the run is complete.
-        why: for a failure, the most useful line of output.
-        seconds: from start to end of the job, including start-up and evaluations.
+        why: for a failure, the most useful line of the output.
+        seconds: the time from the start to the end of the job, including start-up and evaluations.
         cores: the number of cores available to the study's own process; None for a job that Slurm
             queued.
         others: the fraction of the machine's cores that other work used during the job; None for a
@@ -75,10 +76,10 @@ def result(directory: Path) -> Result | None:
 def run(
     cell: Cell, directory: Path, launcher: str, watch: Callable[[], None] = lambda: None
 ) -> Result:
-    """Run a cell, from the newest checkpoint after an interruption, and record the result.
+    """Run a cell, and record the result; after an interruption, resume from the newest checkpoint.
 
     `watch` is called every second. Processes on this host that an earlier start has left behind are
-    ended.
+    ended first.
 
     An interruption of the study's process also ends the job; the cell then has no result.
 
@@ -125,7 +126,7 @@ def command(cell: Cell, directory: Path, launcher: str) -> list[str]:
 
 
 def _mpirun() -> tuple[str, list[str]]:
-    """Return the launcher and its flags: the environment's, or mpirun next to Python or on PATH."""
+    """Return the launcher and flags set in the environment, or mpirun next to Python or on PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     usual = str(beside) if beside.exists() else shutil.which("mpirun")
     launcher = os.environ.get("MPIRUN") or usual
@@ -144,7 +145,7 @@ def _job(words: list[str], output: Path, watch: Callable[[], None], mark: Mappin
     """Return the exit code of a job; an interruption of the study ends the job.
 
     Args:
-        mark: a variable of the processes of the job.
+        mark: an environment variable by which the job's processes can be found.
     """
     defaults = {"OMP_NUM_THREADS": "1"}  # else every rank would start a thread per core
     if os.geteuid() == 0:  # Open MPI requires two variables
@@ -174,9 +175,9 @@ def _job(words: list[str], output: Path, watch: Callable[[], None], mark: Mappin
 
 @contextmanager
 def _interruptions_later() -> Iterator[None]:
-    """Postpone a KeyboardInterrupt in the block to its end.
+    """Postpone a KeyboardInterrupt until the end of the block.
 
-    An interruption within `Popen` would leave behind an unknown job.
+    An interruption within `Popen` would leave an unknown job behind.
     """
     came: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -214,7 +215,7 @@ def _end(job: subprocess.Popen[str]) -> None:
 
 
 def _end_left(cells: Path) -> None:
-    """End what is left of jobs in `cells`, after the launcher or the study was killed.
+    """End the remaining processes of jobs in `cells`, whose launcher or study was killed.
 
     Raises:
         ValueError: a process does not end.
@@ -228,7 +229,7 @@ def _end_left(cells: Path) -> None:
 
 
 def _others_seconds() -> float:
-    """Return how long the machine's cores have worked, without ended jobs of this process."""
+    """Return the CPU seconds of the machine, without those of ended jobs of this process."""
     _, user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split()[:9]
     ticks = sum(map(int, (user, nice, system, *interrupts)))
     times = os.times()
@@ -238,7 +239,8 @@ def _others_seconds() -> float:
 def _missing(run: Path, options: Options) -> str:
     """Return an error message if a run with exit code 0 lacks final metrics; "" otherwise.
 
-    An exit code of 0 does not prove a complete run: an srun that cannot launch also returns 0.
+    An exit code of 0 does not prove that a run is complete: an srun that cannot launch the program
+    also returns 0.
     """
     try:
         last = [{"step": 0, "epoch": 0.0}, *curves.read(run)][-1]
@@ -251,9 +253,9 @@ def _missing(run: Path, options: Options) -> str:
 
 
 def _why(output: Path, code: int) -> str:
-    """Return the program's last message, without launchers' notes, or the signal that ended it."""
+    """Return the program's last message, without launchers' notes, or the signal that killed it."""
     if code == STOPPED:
-        return "it received a request to stop before its end"
+        return "it received a request to stop before it was complete"
     with files.reading(output) as file:
         file.seek(max(0, output.stat().st_size - files.SMALL))
         text = file.read(files.SMALL).decode(errors="replace").replace("\0", "")

@@ -1,4 +1,4 @@
-"""Measures of a run's tests: which values are better, and how they are written."""
+"""Measures of a run's tests: which values are better, and how they are formatted."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Measure:
     """A measure of a run's tests.
 
     Attributes:
-        name: the name in texts.
+        name: the name in text.
         best: returns the best of several values.
         worst: returns the worst of several values.
         perfect: the best possible value.
-        scale: the factor from values to the axis of a picture.
+        scale: the factor by which a picture's axis multiplies the values.
         axis: the title of the axis.
     """
 
@@ -87,7 +87,7 @@ def common(measures: Iterable[Measure]) -> Measure:
     first, *others = {measure.name: measure for measure in measures}.values()
     if others:
         raise ValueError(
-            "runs of classifiers measure accuracy, runs of autoencoders error, runs of language "
-            "models bits per byte, runs of segmenters dice; pass runs of one kind"
+            "classifiers are measured by accuracy, autoencoders by error, language models by bits "
+            "per byte, and segmenters by dice; pass runs of one kind"
         )
     return first

@@ -1,4 +1,4 @@
-"""Show the progress of a study: that of the running cell, and the remaining time."""
+"""Show the progress of a study: that of the running cell, and the time that remains."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CLEAR = "\r\033[K"  # move to the start of a terminal's line, and clear it
 
 
 class StudyProgress:
-    """The progress of a study: a line that changes on a terminal, otherwise a line per minute.
+    """The progress of a study: on a terminal, a line that changes; otherwise, a line per minute.
 
-    The remaining time is an estimate: cells that have not run yet count as long as the mean of
-    ended cells, and the running cell continues at its pace.
+    The remaining time is an estimate: cells that have not run yet are assumed to take as long as
+    ended cells on average, and the running cell to continue at its pace.
 
     Attributes:
-        seconds: the time that ended cells took, including earlier starts of the study.
+        seconds: the time that each ended cell took, including those of earlier starts of the study.
     """
 
     def __init__(self, cells: Sequence[Cell], directory: Path) -> None:
@@ -43,7 +43,7 @@ class StudyProgress:
         self._begun = self._shown = time.monotonic()
 
     def look(self, number: int, cell: Cell) -> None:
-        """Show the running cell, the `number`-th from 1; a log gets a line every minute."""
+        """Show the running cell, which has position `number`; a log gets a line every minute."""
         now = time.monotonic()
         if not self.on_terminal and now - self._shown < LINE_EVERY:
             return
@@ -56,7 +56,7 @@ class StudyProgress:
         sys.stdout.flush()
 
     def end(self, number: int, cell: Cell, how: str, seconds: float | None) -> None:
-        """Print the end of a cell; `seconds` of a complete run are used for the estimate."""
+        """Print that a cell has ended; the `seconds` of a complete run are used for estimates."""
         if seconds is not None:
             self.seconds.append(seconds)
         remaining = self._remaining(number, 0.0, 1.0)
@@ -101,7 +101,7 @@ def done_part(run: Path, cell: Cell) -> float:
 
 
 def _last_line(path: Path) -> dict[str, float]:
-    """Return the last complete line of metrics; empty without a line."""
+    """Return the last complete line of metrics; empty if there is none."""
     try:
         with files.reading(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))

@@ -1,7 +1,7 @@
 """Read the measurements of a study's cells from their files, and compute the planned bytes.
 
-A run directory can be missing, or that of an interrupted run. Values without a file are None or
-empty.
+The run directory can be missing, or belong to an interrupted run. Values whose file is missing are
+None or empty.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ GROUPS = {
 }
 """Stages of a step by name in a report; all other stages are "other"."""
 WAITING, OTHER = "waiting", "other"
-# Options and choices about devices, transport and records change results only by rounding. All
-# options and choices that are missing in the sets change results.
+# Options and choices about devices, transport and records change results only by rounding. Those
+# that are not in one of these sets change results.
 WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
     *("exit_code", "watchdog_timeout", "shrink", "log_every", "trace_steps", "threads", "metrics"),
     *("eval_every", "keep_best", "data.cache"),
 }
-# Options of which a strategy consists: `_numbers` uses the strategy.
+# Options that make up a strategy: `_numbers` uses the strategy instead.
 RESOLVED = {
     *(leaf.key for leaf in leaves(StrategyOptions)),
     *("kfac.preconditioner.type", "kfac.inv_update_steps"),
@@ -66,9 +66,9 @@ MEANS = {
     "seconds": float,
     "ranks": [{"stages": {str: STAGE}, "beside": {str: {str: STAGE}}}],
 }
-"""The form of stages.json."""
+"""The structure of stages.json."""
 ENVIRONMENT = {"started": str, "ranks_per_host": {str: int}, "packages": {str: str}}
-"""The form of environment.json."""
+"""The structure of environment.json."""
 
 
 @dataclass(frozen=True)
@@ -77,26 +77,26 @@ class Measured:
 
     Attributes:
         run: the run directory of the cell.
-        result: the end of the run; None before the end.
-        environment: host, versions and command, as recorded by the run; empty if it recorded
+        result: how the run ended; None before its end.
+        environment: the host, versions and command, as recorded by the run; empty if it recorded
             nothing.
         curve: the results of tests over time; empty before the first epoch has ended.
-        train_loss: the mean over the first epoch; None before it has ended.
-        step_seconds: mean seconds per step of each interval between two lines of metrics.
+        train_loss: the mean training loss of the first epoch; None before it has ended.
+        step_seconds: the mean seconds per step in each interval between two lines of metrics.
         communication: the fraction of the time in collectives, including waiting; None if it was
             not measured.
         stages: means over the traced steps, by rank and stage; empty without a trace of whole
             intervals between two refreshes.
-        traced_seconds: the time of a traced step, the mean over steps and ranks; None without a
+        traced_seconds: the time of a traced step, averaged over steps and ranks; None without a
             trace.
-        counted: bytes that a rank passed to MPI in a traced step, the mean over ranks; None without
-            a trace of whole intervals, or if messages overlap its beginning or end.
+        counted: the bytes that a rank passed to MPI in a traced step, averaged over ranks; None
+            without a trace of whole intervals, or if messages overlap its beginning or end.
         interval: the number of steps after which the sequence of messages repeats.
-        wire: bytes that a rank sends per step if collectives are rings, from the plan: the mean
-            over ranks and over `interval` steps.
-        handed: bytes that a rank passes to MPI per step, from the plan: the mean over ranks and
-            over `interval` steps.
-        memory: bytes of arenas on the rank with the largest arenas, from the plan.
+        wire: the bytes that a rank sends per step if collectives are rings, according to the plan,
+            averaged over ranks and over `interval` steps.
+        handed: the bytes that a rank passes to MPI per step, according to the plan, averaged over
+            ranks and over `interval` steps.
+        memory: the bytes of the arenas on the rank with the largest ones, according to the plan.
     """
 
     cell: Cell
@@ -127,7 +127,7 @@ class Measured:
 
     @property
     def state(self) -> str:
-        """Run state: "complete", "failed", "begun" (running or stopped early) or "not run"."""
+        """The state: "complete", "failed", "begun" (running or stopped early) or "not run"."""
         if self.result is None or self.result.code == STOPPED:
             return "begun" if self.environment else "not run"
         return "complete" if self.complete else "failed"
@@ -139,7 +139,7 @@ class Measured:
 
     @property
     def images_per_second(self) -> float | None:
-        """Images per second of all ranks, at the median step time; None without metrics."""
+        """The images per second of all ranks, at the median step time; None without metrics."""
         return self.cell.options.step_batch / self.step if self.step else None
 
     @property
@@ -156,7 +156,7 @@ class Measured:
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
-        """The time of a traced step by group, the mean over ranks; empty without a trace."""
+        """The time of a traced step by group, averaged over ranks; empty without a trace."""
         if not self.stages or self.traced_seconds is None:
             return {}
         parts = dict.fromkeys([*GROUPS, WAITING, OTHER], 0.0)
@@ -206,7 +206,7 @@ def _json(path: Path, form: Any) -> dict[str, Any]:
     """Return the content of a JSON file; empty if the file is missing or incomplete.
 
     Raises:
-        ValueError: the file has a different form.
+        ValueError: the file has a different structure.
     """
     try:
         content = files.read_json(path)
@@ -226,7 +226,7 @@ def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _counted(means: Mapping[str, Any], interval: int) -> float | None:
-    """Return bytes per traced step; None unless whole intervals contain whole messages."""
+    """Return the bytes per traced step; None unless the trace has whole intervals and messages."""
     ranks = means.get("ranks", ())
     # Overlapped messages cross the edges of traced steps.
     beside = (
@@ -267,7 +267,7 @@ def best_variants(cells: Sequence[Measured]) -> set[tuple[str, int]]:
 
 
 def _planned(cell: Cell) -> dict[str, Any]:
-    """Return bytes per step and in memory; for a large job, only some ranks are computed."""
+    """Return the bytes per step and in memory; for a large job, from some of the ranks only."""
     kfac, plan = cell.options.kfac, cell.plan
     intervals = kfac.lasting_factor_update_steps, inv_update_steps(cell.options, cell.ranks)
     kinds = Counter(_kinds(plan, *intervals))
@@ -289,7 +289,7 @@ def _planned(cell: Cell) -> dict[str, Any]:
 def _kinds(
     plan: mpikfac.plan.Plan, factor_update_steps: int, inv_update_steps: int
 ) -> Iterator[tuple[bool, bool, int | None]]:
-    """Return for each step whether factors and a refresh are due, and its slot (or None)."""
+    """Yield, for each step, whether factors and a refresh are due, and the slot (or None)."""
     stagger = plan.strategy.refresh.stagger
     turn = inv_update_steps // stagger
     for step in range(math.lcm(factor_update_steps, inv_update_steps)):
@@ -336,7 +336,7 @@ def _numbers(cell: Cell) -> dict[str, Any]:
 
 
 def _of_no_number(key: str) -> bool:
-    """Return whether an option does not change results, or belongs to the strategy."""
+    """Return whether an option does not change results, or is part of the strategy."""
     return key in WRITTEN | RESOLVED or key.partition(".")[0] in JOINTS
 
 

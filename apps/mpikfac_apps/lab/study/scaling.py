@@ -1,8 +1,8 @@
 """Predict the time to a target at many ranks: measured steps times predicted seconds per step.
 
-The number of steps for a batch size does not depend on the ranks that share the batch, so it can be
-measured on few ranks. A machine file predicts the time of a step at any number of ranks. Each
-optimizer uses the batch with the shortest time.
+The number of steps for a batch size does not depend on the number of ranks that share the batch, so
+it can be measured on few ranks. A machine file predicts the time of a step at any number of ranks.
+Each optimizer uses the batch with the shortest time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEFT_OUT = ("stale-inverse", "event-driven", "curvature-servers")
 STRATEGIES = tuple(
     name for name, entry in mpikfac.plan.NAMED.items() if entry.same and name not in LEFT_OUT
 )
-"""Strategies with COMM-OPT's results, for all of which the measured steps are valid."""
+"""Strategies with COMM-OPT's results, so that the measured steps are valid for all of them."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Steps:
     """The steps that an optimizer needs to reach the target with a batch size.
 
     Attributes:
-        cell: a cell of the variant with the fewest steps.
-        steps: over the seeds of the variant.
+        cell: a cell of the variant that needs the fewest steps.
+        steps: the mean number of steps over the variant's seeds.
     """
 
     cell: Measured
@@ -53,7 +53,7 @@ class Steps:
 
     @property
     def batch(self) -> int:
-        """Images per step on all ranks."""
+        """The images per step on all ranks."""
         return self.cell.cell.options.step_batch
 
 
@@ -73,15 +73,15 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """Seconds to the target."""
+        """The seconds to the target."""
         return self.measured.steps.mean * self.step
 
 
 def steps_to_target(cells: Sequence[Measured], target: float) -> list[Steps]:
     """Return the fewest steps to the target by kind and batch, in the order of the cells.
 
-    A variant counts if all of its seeds are complete and reached the target. Of the variants with a
-    kind and batch, only those with the most seeds count.
+    A variant counts if all of its seeds are complete and reached the target. Of the variants with
+    the same kind and batch, only those with the most seeds count.
     """
     variants: dict[str, list[Measured]] = {}
     for cell in cells:
@@ -123,8 +123,8 @@ def forecasts(
 ) -> list[Forecast]:
     """Return the shortest predicted time to the target by optimizer, strategy and rank count.
 
-    There is no entry without a measured batch that can be divided among the ranks, or without times
-    of the network on the machine.
+    There is no entry if no measured batch can be divided among the ranks, or if the machine has no
+    times for the network.
     """
     best: dict[tuple[int, str], Forecast] = {}
     slower = optimizer_seconds(cells)
@@ -169,7 +169,7 @@ def _steps_at(
 
 
 def distributed(cell: Cell, strategy: str) -> Options:
-    """Return the options of a cell with another strategy, and its own preconditioner."""
+    """Return the options of a cell with a different strategy, but its own preconditioner."""
     options = cell.options
     distribution, training = options.distribution, training_ranks(options, cell.ranks)
     _, settings = make_strategy(distribution, options.kfac, training)

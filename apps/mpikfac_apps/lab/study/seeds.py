@@ -1,4 +1,4 @@
-"""Find runs that differ by the seed, and compute means with intervals or, for few runs, ranges."""
+"""Group runs that differ only by the seed, and compute means with intervals or ranges."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NORMAL = 1.959964  # Student's t for infinitely many degrees of freedom
 OF_A_RUN = {"seed", "run_dir", "resume"}
 """Options that differ between the seeds of a variant."""
 LEAST = 3
-"""Minimum seeds for an interval: for two seeds, Student's interval is 13 times the range."""
+"""The minimum number of seeds for an interval: with two, it would be 13 times the range."""
 
 
 @dataclass(frozen=True)
 class SeedMean:
-    """The mean of several runs, their range, and the interval of 95 % around the mean.
+    """The mean of several runs, their range, and the 95 % interval around the mean.
 
     Attributes:
         half: half the length of the interval; None for fewer runs than `LEAST`.
@@ -42,22 +42,22 @@ class SeedMean:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The ends of the interval, or of the range without an interval."""
+        """The ends of the interval, or those of the range if there is no interval."""
         if self.half is None:
             return self.low, self.high
         return self.mean - self.half, self.mean + self.half
 
     def overlaps(self, mean: SeedMean) -> bool:
-        """Return whether the intervals (or ranges) overlap; a single run overlaps with all.
+        """Return whether the intervals (or ranges) overlap.
 
-        A single run says nothing about others.
+        A single run overlaps with everything, because it shows no spread.
         """
         if 1 in (self.count, mean.count):
             return True
         return self.ends[0] <= mean.ends[1] and mean.ends[0] <= self.ends[1]
 
     def text(self, show: Callable[[float], str]) -> str:
-        """Format mean and half of the interval, or the ends of the range, or the only value.
+        """Format the mean and half of the interval, or the ends of the range, or the only value.
 
         Args:
             show: formats a number.
@@ -83,7 +83,7 @@ def mean_of(values: Iterable[float | None]) -> SeedMean | None:
 
 
 def student(freedom: int) -> float:
-    """Return Student's t for an interval of 95 %, correct to 0.2 %.
+    """Return Student's t for a 95 % interval, accurate to 0.2 %.
 
     Beyond the table, it is expanded around the normal quantile (Abramowitz and Stegun, 26.7.5).
     """
@@ -102,7 +102,7 @@ def doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
     near = [name for name, mean in means.items() if name != best and mean and mean.overlaps(least)]
     if not near:
         return ""
-    within = "the ranges of seeds" if least.half is None else "intervals of 95 % over seeds"
+    within = "the ranges of seeds" if least.half is None else "95 % intervals over seeds"
     return f" Within {within}, {listed(near)} might be as fast as {best}."
 
 
@@ -110,9 +110,9 @@ def doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
 
 
 def by_seed(runs: Iterable[Path]) -> list[list[Path]]:
-    """Return runs in groups with equal options except for the seed.
+    """Return runs in groups whose options differ only by the seed.
 
-    A run without readable options is a group.
+    A run without readable options forms its own group.
     """
     groups: dict[str, list[Path]] = {}
     seen: Counter[str] = Counter()

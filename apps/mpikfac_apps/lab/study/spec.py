@@ -48,7 +48,7 @@ KEYS = (
 LAUNCHERS = ("mpirun", "slurm")
 OWN = ("run_dir", "resume", "exit_code")  # options that only the study itself sets
 LEAST_SHOWN = 10  # minimum number of steps for a line of metrics
-STOPPED = 75  # exit code of a run that was stopped by a request before its end
+STOPPED = 75  # exit code of a run that stopped on request before it was complete
 
 INTERVALS = ("kfac.factor_update_steps", "kfac.inv_update_steps")
 
@@ -67,11 +67,11 @@ class Cell:
     """One run of a study.
 
     Attributes:
-        axes: values of the matrix other than strategy and ranks, by option.
+        axes: the cell's values from the matrix, other than strategy and ranks, by option.
         variant: the strategy, and the axes that differ within the study, without the seed.
         label: the cell's name in tables: variant, ranks and, in a study with several seeds, the
             seed.
-        chosen: options that the strategy and the axes of the cell set.
+        chosen: the options that the cell's strategy and axes set.
         arguments: the command line with all options of the cell, without the study's own options.
         options: the parsed and checked arguments.
         plan: the messages of the run.
@@ -94,9 +94,9 @@ class Cell:
 
     @property
     def directory(self) -> str:
-        """A name that changes with any option, so that its files belong to this cell only.
+        """A name that changes with any option, so that the files in it belong only to this cell.
 
-        Cells without K-FAC that differ only in settings of K-FAC are the same run, except for
+        Cells without K-FAC that differ only in K-FAC's settings are the same run, except for
         `kfac.inv_update_steps`, on which the intervals of the metrics depend.
         """
         values, usual = flat(self.options), flat(Options())
@@ -118,9 +118,9 @@ class Study:
         machine: the machine to predict step times for; None for no predictions.
         predict_ranks: the numbers of ranks to predict the time to the target for.
         measure: the measure of the tests of all cells.
-        target: the result of the test for which times are reported; None for the value that all
-            complete cells reached.
-        left_out: labels of combinations that cannot run on their number of ranks, and the reasons.
+        target: the test result for which times are reported; None for the value that all complete
+            cells reached.
+        left_out: the labels of combinations that cannot run on their number of ranks, and why.
         text: the text of the file.
     """
 
@@ -139,7 +139,7 @@ def read(path: Path) -> Study:
     """Return the study that a file describes.
 
     Raises:
-        ValueError: the file is wrong; the message is one line with the wrong value and its place.
+        ValueError: the file is invalid; the message is one line with the wrong value and its place.
     """
     try:
         text = files.read_text(path, links=True)
@@ -174,7 +174,7 @@ def slug(name: str) -> str:
 
 
 def _checked(content: Any) -> dict[str, Any]:
-    """Return the content of the file with all keys and with values of the right type."""
+    """Return the content of the file, with all keys, and with values of the right types."""
     if not isinstance(content, dict):
         raise ValueError("the file must have lines of the form `key: value`")
     for key in content:
@@ -220,7 +220,7 @@ def _check_option(where: str, key: str) -> None:
         raise ValueError(f"{where}{key} is set by the study itself; leave it out")
     chosen = str(key).split(".")
     of_type = chosen[0] in JOINTS or (chosen[0] == "kfac" and chosen[1:2] and chosen[1] in OF_KFAC)
-    if key not in OPTIONS and not of_type:  # the other keys depend on types
+    if key not in OPTIONS and not of_type:  # which keys exist in these groups depends on the type
         raise ValueError(f"{where}{unknown(str(key), OPTIONS)}")
 
 
@@ -246,7 +246,7 @@ def _matrices(content: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _axes(
     where: str, matrix: Mapping[str, Any], strategies: Mapping[str, Any]
 ) -> dict[str, list[Any]]:
-    """Return the matrix, strategy and ranks first, after a check of every single value."""
+    """Return the matrix with strategy and ranks first, after checking every value on its own."""
     axes = {"strategy": matrix.get("strategy"), "ranks": matrix.get("ranks"), **matrix}
     for key, values in axes.items():
         _check_list(f"{where}.{key}", values)
@@ -298,7 +298,7 @@ def _expanded(content: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, s
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise ValueError(
             f"matrix: two cells are named {twice[0]!r}; remove one, or set every key in which they "
-            "differ in both cells"
+            "differ for both cells"
         )
     return cells, left_out
 
@@ -330,7 +330,7 @@ def _cells_of(
 
 
 def _combinations(matrix: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return each strategy with each combination of the axes other than ranks."""
+    """Yield each strategy with each combination of the axes other than ranks."""
     others = {key: values for key, values in matrix.items() if key not in ("strategy", "ranks")}
     for strategy, *values in itertools.product(matrix["strategy"], *others.values()):
         yield strategy, dict(zip(others, values))
@@ -339,7 +339,7 @@ def _combinations(matrix: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[s
 def _run_of(
     content: Mapping[str, Any], chosen: Mapping[str, Any], ranks: int
 ) -> tuple[tuple[str, ...], Options, mpikfac.plan.Plan]:
-    """Return arguments, options and plan of a run; metrics and trace cover whole intervals.
+    """Return the arguments, options and plan of a run; metrics and traces cover whole intervals.
 
     Raises:
         ValueError: the training program would reject the options.
@@ -363,8 +363,8 @@ def _run_of(
 def _lasting_intervals(options: Options, ranks: int, growing: Collection[str]) -> list[str]:
     """Return arguments that set K-FAC's default intervals to their final values from the start.
 
-    By default, the first steps of a run have shorter intervals, and a study compares whole
-    intervals, except for those that are `growing`.
+    By default, intervals are shorter in the first steps of a run, but a study compares whole
+    intervals. Intervals that are `growing` are not set.
     """
     if options.optimizer != "kfac":
         return []
@@ -383,7 +383,7 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
         ValueError: no plan exists for the options.
     """
     channels, classes = datasets.form(options.data.name, options.data.path)
-    channels = channels or pixels(options.data) or 0  # for a text, the tokens of a window
+    channels = channels or pixels(options.data) or 0  # for text, the number of tokens in a window
     model = models.skeleton(options.model, options.data.classes or classes, channels)
     if options.optimizer != "kfac":
         modules = [name for name, module in model.named_modules() if not any(module.children())]
@@ -418,15 +418,15 @@ def _image(options: Options) -> tuple[int, ...] | None:
 
 
 def shown_interval(options: Options, ranks: int) -> int:
-    """Return the steps per line of metrics and per trace, a multiple of both intervals."""
+    """Return the number of steps per line of metrics and trace, a multiple of both intervals."""
     interval = math.lcm(options.kfac.lasting_factor_update_steps, inv_update_steps(options, ranks))
     return interval * max(1, math.ceil(LEAST_SHOWN / interval))
 
 
 def inv_update_steps(options: Options, ranks: int) -> int:
-    """Return the steps between two refreshes: of the option, the strategy, or the default.
+    """Return the steps between two refreshes, as set by the option, the strategy or the default.
 
-    For numbers by epoch, that of epoch 0.
+    If the option sets numbers by epoch, that of epoch 0 is returned.
     """
     if options.optimizer != "kfac":
         return at_start(options.kfac.inv_update_steps) or BASIS_EVERY
@@ -440,7 +440,7 @@ def _word(value: Any) -> str:
 
 
 def _several(matrices: Sequence[Mapping[str, list[Any]]]) -> set[str]:
-    """Return the axes with several values in the study, or with values in only a part of it."""
+    """Return the axes with several values in the study, or with values in only some matrices."""
     values: dict[str, list[Any]] = {}
     for matrix in matrices:
         for key, entries in matrix.items():
@@ -464,5 +464,5 @@ def _labels(
 
 
 def short(key: str) -> str:
-    """Return an option's name without the group; for the name of a type, the joint's name."""
+    """Return an option's name without its group; for the name of a type, the group's name."""
     return key.removesuffix(f".{TYPE}").rpartition(".")[2]

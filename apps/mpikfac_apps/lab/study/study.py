@@ -1,10 +1,10 @@
-"""Run a study, every combination of some options of the training program, and write a report.
+"""Run a study, which is every combination of some training options, and write a report.
 
     mpikfac study jobs/studies/digits.yaml
 
 The cells run one after another. An interrupted study resumes with the interrupted cell. Complete
-cells do not run again, and a cell with changed options is a new cell. If a cell receives a request
-to stop because the study's allocation ends soon, the study ends as well.
+cells do not run again; a cell whose options have changed is a new cell. If a cell receives a
+request to stop because the study's allocation ends soon, the study ends as well.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the cells that are not complete, and write the report.
 
     Returns:
-        1 if a cell failed, 2 if the study is wrong, 75 if the study was stopped before its end.
+        0, or 1 if a cell failed, 2 if the study is invalid, 75 if the study was stopped early.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -52,7 +52,7 @@ def run(study: Study, directory: Path) -> int:
     """Run the cells that are not complete; return the exit code.
 
     Raises:
-        ValueError: no launcher is found, or a second study is using the directory.
+        ValueError: no launcher is found, or another study is using the directory.
         KeyboardInterrupt: the study was interrupted; no job is left running.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from mpikfac_apps.problems.vit import EncoderBlock
 
-SCALE = 0.02  # standard deviation of the first weights [Radford et al. 2019]
+SCALE = 0.02  # standard deviation of the initial weights [Radford et al. 2019]
 
 
 class GPT(nn.Module):
-    """A transformer of blocks behind a normalisation, with learned positions [Radford et al. 2019].
+    """A transformer with normalisations before layers, and learned positions [Radford et al. 2019].
 
     The weights of the embedding and of the last layer are separate.
 
@@ -44,7 +44,7 @@ class GPT(nn.Module):
 
 
 def draw(module: nn.Module) -> None:
-    """Draw the first weights of a linear layer or an embedding; biases start at 0."""
+    """Draw the initial weights of a linear layer or an embedding; biases are initialised to 0."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=SCALE)
     if isinstance(module, nn.Linear):

@@ -76,7 +76,7 @@ def read(path: str | None = None) -> Volume:
     """Return the volume of a folder with image.nii.gz and labels.nii.gz, or of MNI152.
 
     Raises:
-        ValueError: a package is missing, or a file is not a volume; one line with the remedy.
+        ValueError: a package is missing, or a file is not a volume; the message has the remedy.
     """
     if path is None:
         image, classes = template()
@@ -97,7 +97,7 @@ def read(path: str | None = None) -> Volume:
 def template() -> tuple[np.ndarray, np.ndarray]:
     """Return the T1 image of MNI152 and the classes: 1 for grey matter, 2 for white matter.
 
-    A voxel has the class whose fraction is above a half, and else 0.
+    A voxel has the class whose fraction is above a half, or else 0.
 
     Raises:
         ValueError: nilearn is not installed.
@@ -123,7 +123,7 @@ def array(file: Path) -> np.ndarray:
     with own.one_line_errors(f"reading {file}"):
         image: Any = nibabel.load(file)
         if len(image.shape) != 3 or math.prod(image.shape) > LIMIT:
-            raise ValueError(f"{list(image.shape)} must be three sides of at most {LIMIT:,} voxels")
+            raise ValueError(f"{list(image.shape)} must be three sides with <= {LIMIT:,} voxels")
         return np.asarray(image.dataobj)
 
 

@@ -1,6 +1,6 @@
 """A residual network for volumes, in the form of flood-filling networks [Januszewski et al. 2018].
 
-The network keeps the size of a volume, and has a score of each class for each voxel.
+The network keeps the size of a volume, and returns a score for each class and voxel.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Mixes:
             labels: int64 `[n]`.
 
         Returns:
-            Bytes or float32 as `images`, and float32 `[n, classes]`.
+            Bytes or float32, in the shape of `images`, and float32 `[n, classes]`.
         """
         generator = np.random.default_rng((self.seed, epoch, index, DRAW))
         kinds: dict[Mix, float | None] = {mixed_up: self.mixup, cut_and_mixed: self.cutmix}

@@ -18,7 +18,7 @@ class PreparedModel:
     """
 
     def __init__(self, problem: Problem, starts: bool, epoch: int) -> None:
-        """Create the network as it is at the beginning of an epoch.
+        """Create the network in its state at the beginning of an epoch.
 
         Collective over: problem.comm.
 

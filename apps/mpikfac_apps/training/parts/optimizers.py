@@ -80,7 +80,7 @@ def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for key, value in state.items():
             if torch.is_tensor(value):
                 state[key] = laid_out(value, parameter)
-            elif isinstance(value, list):  # lists of matrices; an empty list stands for no matrix
+            elif isinstance(value, list):  # lists of matrices; an empty list means no matrix
                 state[key] = [m.contiguous() if torch.is_tensor(m) else m for m in value]
 
 
@@ -92,7 +92,7 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     """
     kinds = nn.Linear | nn.Embedding | _ConvNd
     layers = [module for module in model.modules() if isinstance(module, kinds)]
-    # a shared weight is one entry
+    # a shared weight is a single entry
     entries = {layer.weight: isinstance(layer, nn.Embedding) for layer in layers}
     return [weight for weight in list(entries)[1:-1] if not entries[weight]]
 
@@ -135,7 +135,7 @@ class Average:
     """An exponential average of a model's weights over steps, equal on all ranks.
 
     At step k of the average, `average <- xi average + (1 - xi) weights` with
-    `xi = min(1 - 1/k, decay)` [Martens & Grosse 2015], so it does not remember the start.
+    `xi = min(1 - 1/k, decay)` [Martens & Grosse 2015], so no weight is given to a start value.
 
     Collective over: none, as are all methods.
     """

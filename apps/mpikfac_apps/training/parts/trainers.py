@@ -67,7 +67,7 @@ def load_weights(comm: mpikfac.comm.Comm, model: nn.Module, file: Path) -> None:
     with mpikfac.comm.together(comm, f"weights={file}"):
         if comm.rank == 0:
             left = ", ".join(weights.load(model, weights.read(file, model))) or "none"
-            log.info("weights of %s; tensors that keep their initial values: %s", file, left)
+            log.info("loaded weights from %s; tensors with their initial values: %s", file, left)
 
 
 def frozen_layers(model: nn.Module, options: Options) -> Frozen | None:

@@ -34,8 +34,8 @@ class Training:
         trainer: the trainer of the run.
         everyone: the ranks of the run, in all groups.
         alone: whether a rank steps independently of other clients' ranks.
-        tensors_per_weight: the number of values per weight in a checkpoint: the weight, the
-            momentum.
+        tensors_per_weight: the number of values per weight in a checkpoint, such as the weight and
+            its momentum.
     """
 
     alone = False
@@ -136,7 +136,7 @@ class KfacTraining(Training):
 
 
 class QuadraticTraining(KfacTraining):
-    """Training with K-FAC, with steps' length and momentum from a quadratic model of the loss."""
+    """Training with K-FAC, with step length and momentum from a quadratic model of the loss."""
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
         """Step the trainer; the model uses the images from which the factors are estimated."""

@@ -69,6 +69,6 @@ def keep(model: nn.Module, run_dir: Path, result: str) -> None:
     try:
         export.write(run_dir / FILE, tensors)
     except ValueError as error:
-        log.warning("%s; training continues, without the weights of the best test", error)
+        log.warning("%s; training continues, but the best weights are not saved", error)
     else:
         log.info("wrote %s: %s", run_dir / FILE, result)

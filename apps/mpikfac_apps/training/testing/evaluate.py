@@ -31,7 +31,7 @@ from mpikfac_apps.training.testing.options import EVALUATE, EvaluateOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line with the results; return 0.
+    """Print the results on one line; return 0.
 
     Collective over: world.
 
@@ -86,8 +86,8 @@ def tested(
         tensors = export.weights(checkpoint) if file is None else weights.read(file, model)
         if left := weights.load(model, tensors):
             raise ValueError(
-                f"a test needs all tensors, and {', '.join(left)} differ; the data has "
-                f"{problem.classes} classes"
+                f"a test needs all tensors, but {', '.join(left)} are missing or have another "
+                f"shape; the data has {problem.classes} classes"
             )
         average = average_of(options, model, checkpoint) if file is None else None
     watchdog.enter("evaluation", checkpoint.step)

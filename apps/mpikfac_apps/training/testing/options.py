@@ -18,7 +18,7 @@ class EvaluateOptions:
         path: the directory of a run, whose newest checkpoint is used, or of a checkpoint inside the
             directory of a run.
         weights: a file of weights to test in place of the checkpoint's weights, such as
-            RUN_DIR/best.pt; null for the checkpoint's weights, or the averages of a run with
+            RUN_DIR/best.pt; null for the checkpoint's weights, or for their averages if the run has
             `ema_decay`.
         trust: execute the files FILE.py that the run's `model` and `data.name` name.
         data_path: the directory of the data set; null for that of the run.

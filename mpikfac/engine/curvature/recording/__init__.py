@@ -1,4 +1,4 @@
-"""Record a batch's moments: hooks decide which passes count, and moments are what they add."""
+"""Record the moments of a batch; hooks decide which passes count."""
 
 from mpikfac.engine.curvature.recording.deferred import DeferredMoments as DeferredMoments
 from mpikfac.engine.curvature.recording.hooks import RecordingHooks as RecordingHooks

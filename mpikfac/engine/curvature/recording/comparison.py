@@ -1,8 +1,8 @@
-"""Compare gradients of weights with the calls from which factors are computed.
+"""Compare each weight's gradient with that of the calls from which its factors are computed.
 
 If a loss also uses a weight outside of the layer's calls, as a weight penalty does, no factor
 contains the curvature of that part of the gradient. A few random projections of `sum g a^T`, in
-the first passes of a run, detect such gradients at the cost of a few vectors.
+the first passes of a run, detect such gradients at the cost of multiplying by a few vectors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpikfac.layers import SIDE_BY_SIDE, EmbeddingLayer, Layer
 from mpikfac.numerics import without_autocast
 
 COMPARED = SIDE_BY_SIDE | {EmbeddingLayer}  # derived classes may compute something else
-PASSES = 3  # how many are compared
+PASSES = 3  # how many passes are compared
 PROBES = 4
 LARGE = 0.2  # relative to the gradient
 ROUNDING = 16.0  # in units of the last place
@@ -34,11 +34,11 @@ class Comparison:
     """The projections of gradients in the current pass."""
 
     def __init__(self, layers: Iterable[Layer], on: bool) -> None:
-        """Compare the layers of torch's and similar modules, if `on`."""
+        """Compare the layers of torch's modules and similar ones, if `on`."""
         self._layers = {_key(x): x for x in layers if type(x) in COMPARED and not x.bias_alone}
         self._left = PASSES if on else 0
         self._probes: dict[Key, tuple[Tensor, Tensor]] = {}
-        # Projections of the calls' products, and bounds of their rounding errors.
+        # Projections of the calls' products, and bounds on their rounding errors.
         self._sums: dict[Key, tuple[Tensor, Tensor]] = {}
 
     def begin(self) -> None:
@@ -58,7 +58,7 @@ class Comparison:
             self._sums[key] = zeros, zeros.clone()
 
     def stop(self) -> None:
-        """Compare no further passes."""
+        """Stop comparing passes."""
         self._left = 0
         self._sums.clear()
         self._probes.clear()
@@ -66,7 +66,7 @@ class Comparison:
     @without_autocast
     @torch.no_grad()
     def add(self, layer: Layer, x: Tensor, g: Tensor) -> None:
-        """Add a call of a layer that multiplied in the dtype of `g`."""
+        """Add a call of a layer, which multiplied in the dtype of `g`."""
         if _key(layer) not in self._sums or not g.numel():
             return
         if x.dim() < layer.dimensions:  # one example without a batch dimension
@@ -104,10 +104,10 @@ class Comparison:
             further = len({*other}) - 1
             log.warning(
                 "layer %r%s: the gradient of the weight is not that of the module's calls, as with "
-                "a weight penalty, a gradient penalty, a hook of the weight, or F.linear(x, "
+                "a weight penalty, a gradient penalty, a hook on the weight, or F.linear(x, "
                 "layer.weight) outside of the module; factors include only the calls: use "
-                "weight_decay instead of a penalty, call the module, or leave the layer to "
-                "first-order steps by coverage=mpikfac.Coverage(skip=[...])",
+                "weight_decay instead of a penalty, call the module, or train the layer "
+                "first-order with coverage=mpikfac.Coverage(skip=[...])",
                 other[0],
                 f" and {further} others" * (further > 0),
             )

@@ -22,7 +22,7 @@ from mpikfac.layers import SIDE_BY_SIDE
 from mpikfac.numerics import add_triangle, without_autocast
 
 MOST_BYTES = 2**30
-"""The limit, in bytes, of waiting calls and the patches of their moments; no call waits above."""
+"""The maximum size, in bytes, of waiting calls and their patches; above it, no call waits."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Waiting:
     """One side of a call; inputs and gradients are the program's own tensors, not copies.
 
     Attributes:
-        tensors: what the moment is computed from: inputs or gradients; or both, for other kinds of
-            layers.
+        tensors: what the moment is computed from: either inputs or gradients, or both for other
+            kinds of layers.
         weight: the weight of the moment in the sums.
         versions: the tensors' versions, by which torch counts in-place changes.
     """
@@ -64,7 +64,7 @@ class Waiting:
 class DeferredMoments(Moments):
     """Moments that are added to the sums at the end of a backward pass.
 
-    Overlapped sums must be sent during the backward pass; for those, `Moments` adds them at once.
+    Sums that are overlapped must be sent during the backward pass, so `Moments` is used for them.
     """
 
     def __init__(self, *bound: Any) -> None:

@@ -35,13 +35,13 @@ log = logging.getLogger("mpikfac")
 
 
 class RecordingHooks(Part):
-    """Pass the calls of layers that count on to the `moments`.
+    """Record in the `moments` those calls of layers that count.
 
     A call counts if the model is in `train()` mode, recording is not paused, and a backward pass
     computes gradients of parameters from it. Calls that trace or export the model do not count. If
-    the Fisher matrix uses labels that `KFAC.record` draws, only the passes of `record` count. A
-    pass does not count, either, if its gradients are set to None or 0 before the next pass: the
-    moments contain the passes that `.grad` contains.
+    the Fisher matrix uses labels that `KFAC.record` draws, only the passes of `record` count. Nor
+    does a pass count if its gradients are set to None or 0 before the next pass: the moments
+    contain the same passes as `.grad`.
 
     Attributes:
         recording: whether passes count.
@@ -92,7 +92,7 @@ class RecordingHooks(Part):
             _remove(self._hooks)
 
     def close(self) -> None:
-        """Remove the hooks for good: a later step that updates factors finds no pass."""
+        """Remove the hooks for good, so that a later step that updates factors finds no pass."""
         self.detach()
         self.recording = self._closed = True
 
@@ -135,7 +135,7 @@ class RecordingHooks(Part):
     @staticmethod
     def _on_pass(own: ref[RecordingHooks], *_: object) -> None:
         self = own()
-        if self is None or in_capture():  # operations of the hooks would be in the graph
+        if self is None or in_capture():  # operations of the hooks would end up in the graph
             return
         self._outputs.come_first()
         if not self.paused and torch.is_grad_enabled():
@@ -254,9 +254,9 @@ class RecordingHooks(Part):
 def _second_pass(layer: Layer) -> RuntimeError:
     """Return the error for a forward pass whose statistics are already in the sums."""
     return RuntimeError(
-        f"layer {layer.name!r}: a second backward pass through one forward pass has no statistics "
-        f"of its own; add the losses and call backward once, give the outputs of all heads to one "
-        f"record(), and put passes for derivatives of gradients, forward and backward, in "
+        f"layer {layer.name!r}: a second backward pass through the same forward pass cannot be "
+        f"recorded; add the losses and call backward once, pass the outputs of all heads to a "
+        f"single record(), and run passes for derivatives of gradients, forward and backward, in "
         f"no_recording()"
     )
 

@@ -1,4 +1,4 @@
-"""The moments of a batch: what each call of a layer adds to the sums that become factors."""
+"""Add the moments of each call of a layer to the sums that become factors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ log = logging.getLogger("mpikfac")
 class Moments(Part):
     """Sums of `a a^T` and `g g^T`, or of `a` and `g`, over the calls since the last `finish`.
 
-    If factors are overlapped, the sums of a layer are sent as soon as the backward pass has left
-    the layer.
+    If factors are overlapped, a layer's sums are sent as soon as the backward pass has left the
+    layer.
 
     Attributes:
         of_loss: whether gradients are those of the loss; otherwise, those of sampled labels.
@@ -54,7 +54,7 @@ class Moments(Part):
         """Bind the layers that have statistics on this rank to their sums.
 
         Args:
-            observers: record every call that counts.
+            observers: the parts that also record every call that counts.
         """
         super().__init__(factors.site)
         self.factors, self.estimator, self.of_loss = factors, estimator, estimator.of_loss
@@ -64,7 +64,7 @@ class Moments(Part):
         self.recorded: set[str] = set()
         self._finished: set[str] = set()
         self._counted: dict[str, ExampleCounts] = {}  # of finished layers
-        self._uneven: set[str] = set()  # layers that a warning has named
+        self._uneven: set[str] = set()  # layers named in an earlier warning
         self.vectors, self.chosen = Counter[str](), Counter[str]()
         self._stage: Callable[[], AbstractContextManager[None]]  # times a call
         self._stage = partial(self.site.trace.stage, STATISTICS)
@@ -173,7 +173,7 @@ class Moments(Part):
         """Add one call's moments to the sums of a layer."""
         layer, first = sums.layer, turn is None or turn.first
         dtype = g.dtype if g.dtype in sums.rounded else self.site.dtype
-        if x.is_floating_point():  # under autocast, the layer multiplied rounded inputs
+        if x.is_floating_point():  # under autocast, the layer has multiplied rounded inputs
             x = x.to(g.dtype).to(dtype)
         g = g.to(dtype)
         vectors, prepared = layer.positions(g), layer.prepared(x, g)
@@ -194,7 +194,7 @@ class Moments(Part):
     def _weight_of_squares(
         self, sums: LayerSums, examples: int, weight: float, turn: Turn | None
     ) -> float:
-        """Return the weight of squares of gradients if moments of inputs have weight `weight`."""
+        """Return the weight of squared gradients if moments of inputs have the weight `weight`."""
         layer = sums.layer
         if turn is None:
             power = (0.5 if sums.vector else 1.0) * (2 if layer.of_part else 1)
@@ -227,9 +227,9 @@ class Moments(Part):
         if self._layers and not self.recorded and not self._finished:
             missing = "" if self.of_loss else "; call record(outputs) before the loss's backward()"
             raise RuntimeError(
-                f"no covered layer took part in the training passes before this step (train() "
-                f"mode, a batch that is not empty, backward, outside of transforms of torch.func), "
-                f"so there are no statistics{missing}"
+                f"no covered layer took part in the training passes before this step, so there are "
+                f"no statistics (a pass needs train() mode, a batch that is not empty, and "
+                f"backward(), outside of torch.func's transforms){missing}"
             )
         seen = {name: name in self.recorded | self._finished for name in self._layers}
         left = [name for name in self._layers if name not in self._finished]
@@ -274,7 +274,7 @@ class Moments(Part):
                     yield factor_sum, scale, float(batch)
 
     def _examples(self) -> int:
-        """Return the number of examples that layers applied to the whole batch have seen."""
+        """Return the number of examples seen by layers that are applied to the whole batch."""
         counted = self._counted.items()
         whole = [c.examples for name, c in counted if self._layers[name][0].layer.of_batch]
         return max(whole or [c.examples for _, c in counted])
@@ -293,7 +293,7 @@ class Moments(Part):
 
 
 def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
-    """Warn about layers with different numbers of examples of a batch; `sets` is by number."""
+    """Warn about layers that saw different numbers of a batch's examples; `sets` is by number."""
     seen = [
         f"{number} examples by {', '.join(map(repr, names[:3]))}{' ...' * (len(names) > 3)}"
         for number, names in sorted(sets.items())
@@ -313,11 +313,11 @@ def _check_rows(layer: Layer, examples: int, rows: int) -> None:
     """Check that the number of rows of the outputs is the number of examples.
 
     Raises:
-        ValueError: outputs have a row for each position, so gradients of positions would mix.
+        ValueError: outputs have a row for each position, so the gradients of positions would mix.
     """
     if rows != examples:
         raise ValueError(
-            f"fisher_type='type-2' needs a row of outputs for each example: record() has {rows} "
+            f"fisher_type='type-2' needs one row of outputs per example, but record() has {rows} "
             f"rows, and layer {layer.name!r} saw {examples} examples; use "
             f"estimator=mpikfac.Estimator(fisher_type='mc')"
         )

@@ -14,8 +14,8 @@ class Retained(NamedTuple):
     """The gradients of a layer after a backward pass.
 
     Attributes:
-        versions: the identity of each gradient, and how often it was changed in place.
-        sizes: the norms, for which the host does not wait.
+        versions: the identity of each gradient, and how many times it was changed in place.
+        sizes: the norms, which the host does not wait for.
         accumulated: whether the pass added to gradients, unlike one of `torch.autograd.grad`.
     """
 
@@ -36,7 +36,7 @@ class RetainedGradients:
         self._retained: dict[str, Retained] = {}
 
     def note(self, names: Iterable[str], accumulated: bool) -> None:
-        """Record the gradients of layers, after a backward pass that added to them or did not."""
+        """Record the gradients of layers after a backward pass, whether or not it added to them."""
         gradients = {name: self._gradients(name) for name in names}
         if not any(gradients.values()):
             self._retained |= {name: Retained([], (), accumulated) for name in gradients}
@@ -55,7 +55,7 @@ class RetainedGradients:
         `torch.autograd.grad`.
 
         Args:
-            accumulating: whether the current pass adds to `.grad`; then the program has not kept
+            accumulating: whether the current pass adds to `.grad`; if so, the program has not kept
                 what `torch.autograd.grad` returned before.
         """
         return [

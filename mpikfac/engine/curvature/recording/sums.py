@@ -20,7 +20,7 @@ class Sum:
     """The sum for a factor, bound to its place in the arena of statistics.
 
     Attributes:
-        block: the factor's range in the moment of its side.
+        block: the range of the factor within the moment of its side.
         total: the sum: a triangle or a vector.
         count: `[1]`, the number of examples in the sum.
     """
@@ -70,7 +70,7 @@ class SideSums:
 
 @dataclass
 class ExampleCounts:
-    """The numbers of examples and vectors in a layer's sums, and of their forward passes."""
+    """The numbers of examples, vectors and forward passes in a layer's sums."""
 
     examples: int = 0
     vectors: int = 0

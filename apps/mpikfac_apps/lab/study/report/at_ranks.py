@@ -1,4 +1,4 @@
-"""Show the predicted time to the target at many ranks: a table, a picture and a sentence."""
+"""Show the predicted time to the target at many ranks: a table, a picture and sentences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Section:
     """A part of the page; without forecasts, all values are empty.
 
     Attributes:
-        table: texts and values to sort by, in groups of equal numbers of ranks.
+        table: the texts and the values to sort by, grouped by number of ranks.
     """
 
     rows: Sequence[Row] = ()
@@ -49,7 +49,7 @@ class Section:
 
 
 def section(study: Study, cells: Sequence[Measured], target: float | None) -> Section:
-    """Return the part of the page about the numbers of ranks that the study selects."""
+    """Return the part of the page for the study's `predict_ranks`."""
     if study.machine is None or not study.predict_ranks or target is None:
         return Section()
     forecasts = scaling.forecasts(study.machine, study.predict_ranks, cells, target)
@@ -66,7 +66,7 @@ def section(study: Study, cells: Sequence[Measured], target: float | None) -> Se
 
 
 def rows(forecasts: Sequence[Forecast]) -> list[Row]:
-    """Return a row for each forecast, by ranks, the fastest first."""
+    """Return a row for each forecast, sorted by number of ranks and then by time."""
     forecast_rows = []
     for forecast in sorted(forecasts, key=lambda each: (each.ranks, each.seconds)):
         sgd = _of(forecasts, "sgd", forecast.ranks)
@@ -96,7 +96,7 @@ def columns() -> list[Column]:
 
 
 def sentences(forecasts: Sequence[Forecast], measure: Measure, target: float) -> Iterator[str]:
-    """Return a sentence about the largest number of ranks that several optimizers can use."""
+    """Yield a sentence about the largest number of ranks that several optimizers can use."""
     shared = [
         ranks
         for ranks in {forecast.ranks for forecast in forecasts}
@@ -118,17 +118,17 @@ def sentences(forecasts: Sequence[Forecast], measure: Measure, target: float) ->
 
 
 def efficiency(steps: Sequence[Steps]) -> Iterator[str]:
-    """Return a sentence about the largest batches that are used efficiently."""
+    """Yield a sentence about the largest batches that are used efficiently."""
     if largest := scaling.efficient_batches(steps):
         batches = ", ".join(f"{batch:,} ({kind})" for kind, batch in largest.items())
         yield (
-            "The largest measured batch that reaches the target with at most twice the images of "
-            f"the optimizer's best batch: {batches}."
+            "The largest measured batches that reach the target with at most twice as many images "
+            f"as the optimizer's best batch: {batches}."
         )
 
 
 def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
-    """Draw steps by batch, and time by ranks: K-FAC's fastest strategy thick, the others thin."""
+    """Draw steps by batch, and time by ranks, with K-FAC's fastest strategy as a thick line."""
     names = list(dict.fromkeys(each.kind for each in steps))
     styles = {name: variant_style(place) for place, name in enumerate(names)}
     with styled():

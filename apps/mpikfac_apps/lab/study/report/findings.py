@@ -1,4 +1,4 @@
-"""Write the findings of a study: sentences about the results of complete cells."""
+"""Write the findings of a study as sentences about the results of complete cells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMED = 4  # cells in a sentence; additional cells are counted
 def findings(
     cells: Sequence[Measured], target: float | None, letters: Mapping[str, str]
 ) -> Iterator[str]:
-    """Return sentences about complete cells; those that qualify the others come first."""
+    """Yield sentences about complete cells; those that limit the others come first."""
     done = [cell for cell in cells if cell.complete and cell.step]
     if not done:
         yield "No cell is complete yet."
@@ -28,8 +28,7 @@ def findings(
     yield from _about_seeds(done)
     if bound := [cell.cell.label for cell in done if cell.curve.bound]:
         yield (
-            f"A clip shortened nearly all steps of {_labels(bound)}: it sets the length of "
-            "these steps."
+            f"A clip shortened nearly all steps of {_labels(bound)}, so it determines their length."
         )
     if target:
         yield from _about_learning(cells, done, target)
@@ -42,7 +41,7 @@ def findings(
 
 
 def _compared(cells: Sequence[Measured]) -> list[Measured]:
-    """Return the complete K-FAC cells on most ranks; none while such a cell is pending."""
+    """Return the complete K-FAC cells on the most ranks on which no cell is pending."""
     waiting = {cell.cell.ranks for cell in cells if cell.pending}
     kfac = [c for c in cells if c.complete and c.step and c.cell.options.optimizer == "kfac"]
     kfac = [cell for cell in kfac if cell.cell.ranks not in waiting]
@@ -57,19 +56,20 @@ def _about_missing(cells: Sequence[Measured], done: Sequence[Measured]) -> Itera
     if pending := sum(cell.pending for cell in cells):
         yield (
             f"{number(pending, 'cell')} of {len(cells)} did not run to the end: the sentences "
-            "below are about complete cells only, and compare variants only where all cells ended."
+            "below are only about complete cells, and compare variants only on numbers of ranks "
+            "where all cells have ended."
         )
     if failed := [cell.cell.label for cell in cells if cell.state == "failed"]:
         count = number(len(failed), "cell")
         yield f"{count} failed and are ignored below: {_labels(failed)}."
     if differing := [cell.cell.label for cell in done if _counts_differ(cell)]:
         yield (
-            "Bytes counted in traced steps differ from the plan's bytes in "
-            f"{_labels(differing)}: the plan's bytes are wrong for the run."
+            "The bytes counted in traced steps differ from the plan's bytes in "
+            f"{_labels(differing)}: the plan does not describe these runs."
         )
     versions = {str(cell.environment.get("packages")) for cell in done}
     if len(versions) > 1:
-        yield "Not all cells were run with the same versions of the packages."
+        yield "Not all cells were run with the same package versions."
 
 
 def _about_machine(done: Sequence[Measured]) -> Iterator[str]:
@@ -87,9 +87,9 @@ def _about_machine(done: Sequence[Measured]) -> Iterator[str]:
         cores = distinct(cell.result.cores for cell in crowded if cell.result)
         yield (
             f"On {listed(map(str, ranks))} ranks, the machine has fewer cores than ranks "
-            f"({cores}): times grow with the ranks because ranks wait for cores, more than for "
-            "messages. Compare strategies on the same number of ranks. To measure scaling, use a "
-            "core for each rank."
+            f"({cores}): times grow with the number of ranks mainly because ranks wait for cores, "
+            "not for messages. Compare strategies on the same number of ranks. To measure scaling, "
+            "use a core for each rank."
         )
 
 
@@ -131,12 +131,13 @@ def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
         least, most = (f(kfac, key=lambda cell: cell.wire) for f in (min, max))
         yield (
             f"On these ranks, {least.cell.variant} sends the least ({brief_mib(least.wire)} MiB "
-            f"per rank and step) and {most.cell.variant} the most ({brief_mib(most.wire)} MiB)."
+            f"per rank and step) and {most.cell.variant} sends the most ({brief_mib(most.wire)} "
+            "MiB)."
         )
         least, most = (f(kfac, key=lambda cell: cell.memory) for f in (min, max))
         yield (
-            f"{least.cell.variant} keeps the least ({brief_mib(least.memory)} MiB on the fullest "
-            f"rank), {most.cell.variant} the most ({brief_mib(most.memory)} MiB)."
+            f"{least.cell.variant} keeps the least in memory ({brief_mib(least.memory)} MiB on the "
+            f"fullest rank) and {most.cell.variant} keeps the most ({brief_mib(most.memory)} MiB)."
         )
 
 
@@ -226,8 +227,8 @@ def _about_bytes(done: Sequence[Measured]) -> Iterator[str]:
     traced = [cell for cell in done if cell.counted is not None]
     if traced and not any(map(_counts_differ, traced)):
         yield (
-            "Without overlapped messages, bytes counted in traced steps equal the plan's bytes in "
-            "all complete cells."
+            "In all complete cells without overlapped messages, the bytes counted in traced steps "
+            "equal the plan's bytes."
         )
 
 
@@ -237,14 +238,14 @@ def _counts_differ(cell: Measured) -> bool:
 
 
 def _labels(labels: Sequence[str]) -> str:
-    """Return a list of cells, or the first cells of a long list."""
+    """Return the names of cells as text, shortened if there are many."""
     if len(labels) <= NAMED:
         return listed(labels)
     return f"{', '.join(labels[:NAMED])} and {number(len(labels) - NAMED, 'more cell')}"
 
 
 def baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
-    """Return the complete SGD cell on as many ranks with the same axes; None if there is none."""
+    """Return the complete SGD cell with the same ranks and axes; None if there is none."""
     for candidate in cells:
         alike = (candidate.cell.ranks, candidate.cell.axes) == (cell.cell.ranks, cell.cell.axes)
         if alike and candidate.cell.options.optimizer == "sgd" and candidate.complete:
@@ -253,7 +254,7 @@ def baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
 
 
 def distinct(values: Iterable[Any]) -> str:
-    """Join the distinct values, for a dict its keys, by commas."""
+    """Return the distinct values, or the distinct keys of dicts, separated by commas."""
     flat: dict[str, None] = {}
     for value in values:
         for word in value if isinstance(value, dict) else [value]:

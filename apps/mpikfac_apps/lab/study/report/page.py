@@ -1,4 +1,4 @@
-"""Write the report of a study: a page with all pictures, and tables and pictures as files."""
+"""Write the report of a study: a page with all results, and tables and pictures as files."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Picture(NamedTuple):
 
 
 def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
-    """Write the page, the tables and the pictures of a study's directory; return the page's path.
+    """Write the page, the tables and the pictures to a study's directory; return the page's path.
 
-    report.html; report.csv, report.json, report.tex and, with several seeds, means.csv; and
-    figures/NAME.svg and figures/NAME.pdf.
+    The files are report.html; report.csv, report.json, report.tex and, with several seeds,
+    means.csv; and figures/NAME.svg and figures/NAME.pdf.
     """
     cells = results.read(study, directory)
     predictions = predicted(study.machine, cells) if study.machine else {}
@@ -147,7 +147,7 @@ def _variants(
 
 
 def _shared(cells: Sequence[Measured]) -> list[str]:
-    """Return options that all cells share and that differ from the program's defaults."""
+    """Return the options that all cells share and that differ from the program's defaults."""
     usual = flat(Options())
     options = [_options_of(cell).items() for cell in cells]
     return [
@@ -164,7 +164,7 @@ def _options_of(cell: Measured) -> dict[str, Any]:
 
 
 def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> dict[str, float]:
-    """Return the predicted time of a step by label, for cells whose times the machine file has."""
+    """Return the predicted step time by label, for cells that the machine file has times for."""
     seconds = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
@@ -180,7 +180,7 @@ def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> di
 
 
 def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
-    """Return names and values: the runs, the hosts, the versions and the states of cells."""
+    """Yield facts as names and values: the runs, the hosts, the versions and the cells' states."""
     environments = [cell.environment for cell in cells if cell.environment]
     states = [cell.state for cell in cells]
     yield "cells", ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
@@ -219,7 +219,7 @@ def _pictures(
     target: float | None,
     predictions: Mapping[str, float],
 ) -> Iterator[Picture]:
-    """Return all pictures of complete cells, including missing ones.
+    """Yield all pictures of complete cells, including missing ones.
 
     Args:
         best: the rows of the variants to show in the learning curves; if empty, all are shown.
@@ -239,8 +239,7 @@ def _of_steps(cells: Sequence[Measured]) -> tuple[Picture, ...]:
             pictures.breakdown(cells),
             "Means over ranks and over traced steps. The traced steps are whole intervals between "
             "two decompositions. Hatched parts are communication. Waiting is the time in a "
-            "collective until the last rank enters it; the bars of messages exclude "
-            "waiting.",
+            "collective until the last rank enters it; the bars for messages exclude it.",
             traced,
         ),
         Picture(
@@ -263,10 +262,10 @@ def _of_learning(
             pictures.curves(cells, target),
             f"Test {measure.name} after each epoch. Seconds count training steps only. Bytes are "
             "those that a rank sends if collectives are rings. The dotted line is the target "
-            "of the table. For a strategy with several variants, the picture shows the best. A "
-            "line is the mean over seeds. With three seeds or more, a band is the interval of "
-            "95 %; with two seeds, thin lines are the runs. Curves with the same letter are equal "
-            "by epochs, and differ only by seconds and bytes.",
+            "of the table. For a strategy with several variants, the picture shows the best one. A "
+            "line is the mean over seeds. With three or more seeds, the band is the 95 % interval; "
+            "with two seeds, thin lines show the runs. Curves with the same letter in the tables "
+            "are equal by epochs, and differ only by seconds and bytes.",
             "no cell has completed an epoch",
         ),
         Picture(
@@ -281,20 +280,20 @@ def _of_learning(
 
 def _of_pace(cells: Sequence[Measured], predictions: Mapping[str, float]) -> tuple[Picture, ...]:
     batch = {cell.cell.options.step_batch for cell in cells}
-    same = "strong scaling: all numbers of ranks share a batch of the same size"
+    same = "strong scaling: the batch has the same size on any number of ranks"
     kind = same if len(batch) == 1 else "the batch grows with the number of ranks"
     return (
         Picture(
             "More ranks",
             pictures.scaling(cells),
-            f"Images per second of all ranks together ({kind}), and images per second of a rank "
-            "relative to those on the fewest ranks.",
+            f"Left: images per second of all ranks together ({kind}). Right: images per second "
+            "per rank, relative to those on the fewest ranks.",
             "no variant was measured on two numbers of ranks",
         ),
         Picture(
             "Measured against predicted",
             pictures.predicted(cells, predictions),
-            "Milliseconds of a step. The label of a point is the number of ranks. On the line, "
+            "Milliseconds per step. Points are labelled with the number of ranks. On the line, "
             "prediction and measurement are equal.",
             "the study does not name a machine, or the machine has no times for the networks and "
             "batches",

@@ -31,7 +31,7 @@ from mpikfac_apps.text import MIB, number
 
 
 def breakdown(all_cells: Sequence[Measured]) -> Figure | None:
-    """Draw the time of a step by stage: a bar per variant, a panel per number of ranks."""
+    """Draw the time of a step by stage, with a bar per variant and a panel per number of ranks."""
     cells = [cell for cell in all_cells if cell.breakdown]
     if not cells:
         return None
@@ -65,7 +65,7 @@ def _bars(panel: Axes, cells: Sequence[Measured], variants: Sequence[str]) -> No
 
 
 def curves(all_cells: Sequence[Measured], target: float | None) -> Figure | None:
-    """Draw results of tests by epochs, seconds and bytes sent: a row per number of ranks."""
+    """Draw test results by epochs, seconds and bytes sent, with a row per number of ranks."""
     cells = [cell for cell in all_cells if cell.curve.steps]
     if not cells:
         return None
@@ -98,7 +98,7 @@ def curves(all_cells: Sequence[Measured], target: float | None) -> Figure | None
 
 
 def bounds(cells: Sequence[Measured]) -> Figure | None:
-    """Draw the factor by which a clip shortens steps, by epochs: a line per run."""
+    """Draw the factor by which a clip shortens steps, by epochs, with a line per run."""
     shortened = [cell for cell in cells if cell.curve.shortened]
     if not shortened:
         return None
@@ -129,9 +129,9 @@ def _three_curves(row: Sequence[Axes], seeds: Sequence[Measured], style: Mapping
 def line_of_seeds(
     panel: Axes, along: Sequence[float], runs: Sequence[Sequence[float]], style: Mapping[str, Any]
 ) -> None:
-    """Draw the mean over runs; with two runs also thin lines, with three or more a band.
+    """Draw the mean over runs; with two runs, also thin lines, and with three or more, a band.
 
-    The band is the interval of 95 %.
+    The band is the 95 % interval.
 
     Args:
         along: positions on the x-axis, the same for all runs.
@@ -148,7 +148,7 @@ def line_of_seeds(
 
 
 def scaling(all_cells: Sequence[Measured]) -> Figure | None:
-    """Draw images per second by number of ranks, and efficiency against the fewest ranks."""
+    """Draw images per second by number of ranks, and efficiency relative to the fewest ranks."""
     paces = _paces(all_cells)
     if not paces:
         return None
@@ -168,7 +168,7 @@ def scaling(all_cells: Sequence[Measured]) -> Figure | None:
         right.plot(counts, [100] * len(counts), **ideal)
         left.set(yscale="log", ylabel="images per second")
         plain_ticks(left.yaxis)
-        right.set(ylabel="efficiency against fewest ranks (%)", ylim=(0, None))
+        right.set(ylabel="efficiency relative to the fewest ranks (%)", ylim=(0, None))
         for panel in (left, right):
             panel.set(xscale="log", xlabel="ranks")
             panel.set_xticks(counts, map(str, counts))
@@ -178,7 +178,7 @@ def scaling(all_cells: Sequence[Measured]) -> Figure | None:
 
 
 def _paces(cells: Sequence[Measured]) -> dict[str, dict[int, float]]:
-    """Return the mean images per second over seeds by ranks, of variants on several rank counts."""
+    """Return the mean images per second by number of ranks, for variants that have several."""
     pace_lists: dict[str, dict[int, list[float]]] = {}
     for cell in cells:
         if cell.images_per_second:
@@ -192,7 +192,7 @@ def _paces(cells: Sequence[Measured]) -> dict[str, dict[int, float]]:
 
 
 def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> Figure | None:
-    """Draw the measured against the predicted time of a step; predictions by the cells' labels."""
+    """Draw the measured against the predicted time of a step; predictions are keyed by label."""
     pairs = [
         (cell, predictions[cell.cell.label], cell.step)
         for cell in cells

@@ -1,7 +1,7 @@
 """Choose colours, markers, lines and ticks of pictures, and convert figures to files and pages.
 
 A picture uses the page's colours for text, grid and paper, so that it fits both a light and a dark
-page. Text stays text, which a reader can search, select and enlarge.
+page. Text is kept as text, which a reader can search, select and enlarge.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ WIDTH = 11.0  # inches, of every picture
 # Six of eight colours that are distinguishable with any colour vision (Okabe and Ito, 2008). Black
 # is left out because it is the colour of text, and yellow because it is pale on white paper.
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-MARKERS = "os^DvP<X>ph*8"  # no common divisor with the colours: 78 pairs
+MARKERS = "os^DvP<X>ph*8"  # their number is coprime to that of the colours, so there are 78 pairs
 LINES = ("-", "--", ":", "-.")
 
-# Colours that the page replaces: text and axes, quiet lines, grid, the lightest bars.
+# Colours that the page replaces: those of text and axes, quiet lines, the grid, the lightest bars.
 INK, QUIET, GRID, WAIT, REST = "#222222", "#767676", "#e6e6e6", "#d0d0d0", "#f0f0f0"
 PAGE = {INK: "ink", QUIET: "quiet", GRID: "grid", WAIT: "wait", REST: "rest"}
 STAGES = {
@@ -46,7 +46,7 @@ STAGES = {
     WAITING: (WAIT, ".."),
     OTHER: (REST, ""),
 }
-"""Colour and hatch of each part of a step: plain is computing, hatched is communication."""
+"""The colour and hatch of each part of a step: plain is computation, hatched is communication."""
 STYLE: dict[RcKeyType, Any] = {
     **{"font.size": 9, "axes.titlesize": 9, "axes.titleweight": "bold"},
     **{"axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False},
@@ -76,7 +76,7 @@ def variant_style(place: int) -> dict[str, Any]:
 
 
 def bar_style(part: str) -> dict[str, Any]:
-    """Return colours and hatch of a bar for a part of a step."""
+    """Return the colours and the hatch of a bar for a part of a step."""
     colour, hatch = STAGES[part]
     edge = INK if hatch else QUIET
     return {"facecolor": colour, "hatch": hatch, "edgecolor": edge, "linewidth": 0.4}
@@ -111,7 +111,7 @@ def figure_file(figure: Figure, kind: str) -> bytes:
 
 
 def inline_svg(figure: Figure, name: str, title: str) -> str:
-    """Return a figure as SVG for use inside a page; `name` makes identifiers unique."""
+    """Return a figure as SVG for use in a page; `name` makes its identifiers unique."""
     file = io.StringIO()
     with styled():
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -126,7 +126,7 @@ def inline_svg(figure: Figure, name: str, title: str) -> str:
 
 
 def _tag(tag: str, name: str) -> str:
-    """Return a tag with unique identifiers, and with colours and font of the page."""
+    """Return a tag with unique identifiers, and with the page's colours and font."""
     tag = re.sub(r' (?:xmlns|xmlns:xlink|version)="[^"]*"', "", tag).replace("xlink:href", "href")
     tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", tag)
     tag = re.sub(r"(font: [^;\"]*?px )'[^;\"]*", r"\g<1>var(--face, sans-serif)", tag)

@@ -1,4 +1,4 @@
-"""Lay out the results of a study's cells as tables: for the page, as CSV, JSON and LaTeX.
+"""Lay out the results of a study's cells as tables for the page, and as CSV, JSON and LaTeX.
 
 Rows have plain values in seconds, bytes and fractions. A `Column` formats them for the page.
 """
@@ -18,7 +18,7 @@ from mpikfac_apps.text import NONE, brief_mib, latex, ms, number, percent
 
 Row = dict[str, Any]
 Group = tuple[str, list[list[tuple[str, float | str]]]]
-"""A heading, and the texts of rows with the values to sort by."""
+"""A heading, and rows of texts, each with the value to sort by."""
 
 MESSAGES = ("factor messages", "basis messages", "gradient messages")
 
@@ -28,8 +28,8 @@ class Column:
     """A column of a table on the page.
 
     Attributes:
-        show: formats a row.
-        key: the value by which readers sort rows; "" for a column that is sorted by the text.
+        show: formats the column's text in a row.
+        key: the key of the value to sort by; "" for a column that is sorted by its text.
     """
 
     title: str
@@ -37,7 +37,7 @@ class Column:
     key: str = ""
 
     def cell(self, row: Row) -> tuple[str, float | str]:
-        """Return the text of a row, and the value to sort by; "" for a missing value."""
+        """Return the column's text in a row, and the value to sort by, "" if it is missing."""
         value = row[self.key] if self.key else self.show(row)
         value = value.mean if isinstance(value, SeedMean) else value
         return self.show(row), "" if value is None else value
@@ -52,7 +52,7 @@ def rows(
     letters: Mapping[str, str],
     predictions: Mapping[str, float],
 ) -> list[Row]:
-    """Return a row for each cell, by number of ranks."""
+    """Return a row for each cell, sorted by number of ranks."""
     cell_rows = []
     for cell in sorted(cells, key=lambda cell: cell.cell.ranks):
         base = baseline(cells, cell)
@@ -79,7 +79,7 @@ def rows(
 
 
 def _collectives(cell: Measured) -> tuple[float | None, float | None]:
-    """Return the fraction of a step in collectives, and the fraction of waiting for other ranks."""
+    """Return the fraction of a step in collectives, and that of waiting for other ranks."""
     parts, step = cell.breakdown, cell.traced_seconds
     if not parts or not step:
         return cell.communication, None
@@ -90,12 +90,12 @@ def _collectives(cell: Measured) -> tuple[float | None, float | None]:
 def means(
     rows: Sequence[Row], measure: Measure, best: Collection[tuple[str, int]]
 ) -> tuple[list[Row], list[Row]]:
-    """Return rows of means over seeds by variant and number of ranks, and the rows of the best.
+    """Return rows of means over seeds, by variant and number of ranks, and the rows of the best.
 
     Cells that are not complete are ignored. A study without several seeds has no means.
 
     Args:
-        best: the variants and numbers of ranks that are the best.
+        best: the best variants, each with its number of ranks.
     """
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
@@ -121,7 +121,7 @@ def columns(measure: Measure, target: float | None) -> list[Column]:
     aim = measure.text(target)
     return [
         Column("cell", _name),
-        Column("numbers", lambda row: str(row["numbers"])),
+        Column("results", lambda row: str(row["numbers"])),
         Column("ms per step", lambda row: ms(row["step_seconds"]), "step_seconds"),
         Column("range", _range, "least_step_seconds"),
         column("predicted", "predicted_step_seconds", ms),
@@ -130,7 +130,7 @@ def columns(measure: Measure, target: float | None) -> list[Column]:
         column("in collectives", "share_in_collectives", lambda share: percent(share, 0)),
         column("waiting", "share_waiting", lambda share: percent(share, 0)),
         column("MiB sent per step", "sent_bytes_per_step", brief_mib),
-        column("MiB held", "held_bytes", brief_mib),
+        column("MiB kept", "held_bytes", brief_mib),
         column(f"test {measure.name}", measure.key, measure.text),
         column(f"steps to {aim}", "steps_to_target", lambda steps: f"{steps:,.0f}"),
         Column(f"s to {aim}", _reached, "seconds_to_target"),
@@ -142,7 +142,7 @@ def columns_of_means(measure: Measure, target: float | None) -> list[Column]:
     aim = measure.text(target)
     return [
         Column("variant", lambda row: str(row["variant"])),
-        Column("numbers", lambda row: str(row["numbers"])),
+        Column("results", lambda row: str(row["numbers"])),
         Column("seeds", lambda row: f"{row['complete']} of {row['seeds']}", "complete"),
         _averaged("ms per step", "step_seconds", ms),
         _averaged(f"test {measure.name}", measure.key, measure.text),
@@ -153,12 +153,12 @@ def columns_of_means(measure: Measure, target: float | None) -> list[Column]:
 
 
 def column(title: str, key: str, show: Callable[[Any], str]) -> Column:
-    """Return a column of values by a key; a missing value is a dash."""
+    """Return a column of the values with a key; a missing value is shown as a dash."""
     return Column(title, lambda row: NONE if row[key] is None else show(row[key]), key)
 
 
 def _averaged(title: str, key: str, show: Callable[[Any], str]) -> Column:
-    """Return a column of means; seeds without a value are counted in the text."""
+    """Return a column of means; the text shows how many seeds have a value if some have none."""
 
     def text(row: Row) -> str:
         mean: SeedMean | None = row[key]
@@ -188,7 +188,7 @@ def _reached(row: Row) -> str:
 
 
 def by_ranks(rows: Sequence[Row], columns: Sequence[Column]) -> list[Group]:
-    """Return texts and values of all rows, in groups of equal numbers of ranks."""
+    """Return the texts and values of all rows, grouped by number of ranks."""
     groups: dict[int, list[list[tuple[str, float | str]]]] = {}
     for row in rows:
         groups.setdefault(row["ranks"], []).append([column.cell(row) for column in columns])
@@ -213,7 +213,7 @@ def parts_of_means(rows: Sequence[Row]) -> list[Row]:
 
 
 def as_latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """Return the texts of all rows in LaTeX, with the number of ranks after the name."""
+    """Return the texts of all rows as a LaTeX table, with the number of ranks after the name."""
     name, *further = columns
     shown = [name, Column("ranks", lambda row: str(row["ranks"])), *further]
     lines = [[column.show(row) for column in shown] for row in rows]

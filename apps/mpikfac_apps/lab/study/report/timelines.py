@@ -26,7 +26,7 @@ GROUP_OF = {stage: group for group, stages in GROUPS.items() for stage in stages
 
 
 def timeline(all_cells: Sequence[Measured]) -> Figure | None:
-    """Draw a step with and one without a refresh of cells on most ranks, with a line per rank."""
+    """Draw a step with and one without a refresh for cells on the most ranks, a line per rank."""
     shown = []
     for cell in _typical(all_cells):
         traced = _traced_steps(_trace(cell.run))
@@ -57,7 +57,7 @@ def timeline(all_cells: Sequence[Measured]) -> Figure | None:
 
 
 def _typical(all_cells: Sequence[Measured]) -> list[Measured]:
-    """Return cells on most ranks: all variants in the study's order, or some from fast to slow."""
+    """Return a cell per variant on the most ranks; of many variants, some from fast to slow."""
     traced = [cell for cell in all_cells if _trace_file(cell.run)]
     if not traced:
         return []
@@ -75,14 +75,14 @@ def _typical(all_cells: Sequence[Measured]) -> list[Measured]:
 
 
 def _trace_file(run: Path) -> Path | None:
-    """Return the run's timeline file; None if missing."""
+    """Return the run's timeline file; None if it is missing."""
     return next(
         (path for path in (run / "trace.json.gz", run / "trace.json") if path.exists()), None
     )
 
 
 def _trace(run: Path) -> list[dict[str, Any]]:
-    """Return slices of the run's timeline; none if the file is missing, damaged or too large."""
+    """Return the slices of a run's timeline; none if the file is missing, damaged or too large."""
     path = _trace_file(run)
     if path is None:
         return []
@@ -133,7 +133,7 @@ def _curvature(step: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _lanes(panel: Axes, step: Sequence[Mapping[str, Any]], ranks: int) -> None:
-    """Draw one line per rank: inner stages over outer stages, background threads below."""
+    """Draw a line per rank, with inner stages on top of outer ones and background threads below."""
     for event in sorted(step, key=lambda event: -event["dur"]):
         beside, name = event.get("tid", 1) > 1, event["name"]
         style = bar_style(name if name in STAGES else GROUP_OF.get(name, OTHER))
