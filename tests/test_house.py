@@ -285,8 +285,8 @@ OPEN_NAMES = {
     *(
         ".".join(("mpikfac", "lab", "curvature", *name))
         for name in (
-            *(("owners", stage) for stage in ("COUNT", "QUERIES", "ANSWERS", "PUBLISH")),
-            *(("owners", "query_messages"), ("owners", "publish_messages")),
+            *(("owners", stage) for stage in ("COUNT", "QUERIES", "ANSWERS", "PUBLISH", "SUMS")),
+            *(("owners", f"{kind}_messages") for kind in ("query", "publish", "sum")),
             ("influence", "MAX_COUNT"),
             *(("records", "gradients"), ("records", "products"), ("records", "record")),
             ("matrices", "ParameterMatrices"),

@@ -2,6 +2,11 @@ from .codistillation.codistillation import Codistillation as Codistillation
 from .curvature.curvature import Curvature as Curvature
 from .curvature.influence import influence as influence
 from .curvature.influence import self_influence as self_influence
+from .curvature.laplace import evidence_prior as evidence_prior
+from .curvature.laplace import log_evidence as log_evidence
+from .curvature.laplace import output_variances as output_variances
+from .curvature.laplace import probit as probit
+from .curvature.laplace import sampled_models as sampled_models
 from .curvature.source import Segment as Segment
 from .curvature.source import source as source
 from .curvature_servers.config import CurvatureServers as CurvatureServers

@@ -12,8 +12,10 @@ from mpikfac.lab.curvature.owners import (
     COUNT,
     PUBLISH,
     QUERIES,
+    SUMS,
     publish_messages,
     query_messages,
+    sum_messages,
 )
 from support.curved import F64, losses, network, trained, vectors
 
@@ -128,6 +130,53 @@ def test_influence_does_not_depend_on_the_ranks(comm, alone, saved):
     alone_with_all = self_influence(one, losses, [(images, labels)])
     own_part = self_influence(several, losses, [own])
     torch.testing.assert_close(own_part, alone_with_all.split(counts)[comm.rank], **EXACT)
+
+
+def outputs(model, batch):
+    return model(batch)
+
+
+@pytest.mark.parametrize("eigenvalues", ["squares", "products"])
+def test_measuring_does_not_depend_on_the_ranks(comm, alone, eigenvalues):
+    """Oracle: one rank with all examples; ranks have different numbers of them, one rank none.
+
+    There are enough for factors of full rank, whose eigenvectors rounding does not change.
+
+    The messages are those planned: sums to the owners, once for factors and once for squares.
+    """
+    torch.manual_seed(2)
+    model, trace = network().eval(), mpikfac.Trace()
+    counts = [24 * ((rank + 1) % comm.size + (comm.size == 1)) for rank in range(comm.size)]
+    examples = torch.randn(sum(counts), 2, 3, 3, dtype=F64)
+    own = examples.split(counts)[comm.rank]
+    arguments = {"eigenvalues": eigenvalues}
+    curvature = Curvature.measured(model, outputs, [examples], comm=alone, **arguments)
+    found = Curvature.measured(
+        model, outputs, own.split(7) if len(own) else [], comm=comm, trace=trace, **arguments
+    )
+    v = vectors(model, comm.rank)
+    expected = functions(curvature, v)
+    for name, tensor in functions(found, v).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-11, atol=1e-11)
+    factors = {"0": 2 * (5**2 + 2**2) + 2, "3": 16**2 + 3**2 + 2, "5": 4**2 + 3**2 + 2}
+    squares = {name: curvature.bases[name].values.numel() + 1 for name in curvature.layers}
+    names = found.owners.names
+    planned = sum(
+        message.bytes
+        for of_layer in (factors, squares)[: 1 + (eigenvalues == "squares")]
+        for message in sum_messages([sum(of_layer[n] for n in own) for own in names], comm.rank)
+    )
+    assert trace.sent[SUMS] == planned * (comm.size > 1)
+
+
+def test_measuring_fails_on_all_ranks(comm):
+    """Oracle: the same line on all ranks if the batches of one rank have no outputs."""
+    model = network().eval()
+    batches = [torch.randn(2, 2, 3, 3, dtype=F64)]
+    with pytest.raises(mpikfac.UserError, match="one row per example"):
+        Curvature.measured(
+            model, lambda m, x: m(x).sum(1) if comm.rank == 0 else m(x), batches, comm=comm
+        )
 
 
 def test_arguments_that_differ_are_refused(comm, saved):

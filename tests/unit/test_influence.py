@@ -13,7 +13,7 @@ from mpikfac.lab import Curvature, influence, self_influence
 from mpikfac.lab.curvature.matrices import ParameterMatrices
 from mpikfac.lab.curvature.records import gradients, products, record
 from support import inside
-from support.curved import F64, losses, network, trained
+from support.curved import F64, KINDS, losses, network, trained
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 EXAMPLES = 4
@@ -22,67 +22,6 @@ EXAMPLES = 4
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-class Attention(nn.Module):
-    """Self-attention, with joint parameters or separate ones."""
-
-    def __init__(self, **settings):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(4, 2, **settings)
-
-    def forward(self, x):
-        keys = x[..., : self.inner.kdim]
-        batch_first = self.inner.batch_first
-        query, keys = (x, keys) if batch_first else (x.transpose(0, 1), keys.transpose(0, 1))
-        y = self.inner(query, keys, keys, need_weights=False)[0]
-        return y if batch_first else y.transpose(0, 1)
-
-
-class Twice(nn.Module):
-    """A linear layer that is called twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.inner(self.inner(x).tanh())
-
-
-class Cell(nn.Module):
-    """A recurrent cell over three steps."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.LSTMCell(3, 2)
-
-    def forward(self, x):
-        state = None
-        for step in x.unbind(1):
-            state = self.cell(step, state)
-        return state[0]
-
-
-KINDS = {
-    "linear": (lambda: nn.Linear(3, 4), (3,)),
-    "linear of tokens": (lambda: nn.Linear(3, 4, bias=False), (5, 3)),
-    "called twice": (Twice, (3,)),
-    "convolution": (lambda: nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 5, 4)),
-    "groups": (lambda: nn.Conv2d(4, 6, 2, groups=2, bias=False), (4, 3, 3)),
-    "reflected": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 4, 4)),
-    "volume": (lambda: nn.Conv3d(2, 2, 2), (2, 3, 3, 3)),
-    "transposed": (lambda: nn.ConvTranspose2d(4, 6, (2, 3), stride=(2, 1), groups=2), (4, 3, 3)),
-    "embedding": (lambda: nn.Embedding(5, 3, padding_idx=1), ()),
-    "embedding of tokens": (lambda: nn.Embedding(5, 3), (4,)),
-    "layer norm": (lambda: nn.LayerNorm(4), (3, 4)),
-    "group norm": (lambda: nn.GroupNorm(2, 4), (4, 3)),
-    "batch norm": (lambda: nn.BatchNorm2d(3), (3, 2, 4)),
-    "attention": (lambda: Attention(batch_first=True), (3, 4)),
-    "attention by tokens": (lambda: Attention(), (3, 4)),
-    "attention with keys": (lambda: Attention(kdim=3, vdim=3, batch_first=True), (3, 4)),
-    "cell": (Cell, (3, 3)),
-}
 
 
 def squared(model, x):

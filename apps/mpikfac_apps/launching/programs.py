@@ -100,6 +100,12 @@ PROGRAMS = {
         "score training images by their influence on test images",
         ranks=True,
     ),
+    "laplace": Program(
+        "lab.laplace.laplace",
+        "lab.laplace.options:LAPLACE",
+        "test a network with the uncertainty of its weights",
+        ranks=True,
+    ),
     "pack": Program(
         "inspecting.pack",
         "inspecting.options:PACK",

@@ -9,10 +9,11 @@ log-determinant and samples.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,12 @@ from mpikfac.kfac import KFAC
 from mpikfac.lab.curvature import states
 from mpikfac.lab.curvature.eigenbasis import Eigenbasis, Function
 from mpikfac.lab.curvature.matrices import ParameterMatrices
+from mpikfac.lab.curvature.measured import Eigenvalues, Fisher, Passes, factors_of, values_of
 from mpikfac.lab.curvature.owners import Owners
+from mpikfac.lab.curvature.records import Outputs
 from mpikfac.layers import Coverage, Layer, cover
-from mpikfac.numerics import damping_unit
+from mpikfac.numerics import LOSSES, Loss, damping_unit
+from mpikfac.plan import one_of
 from mpikfac.plan.names import OF_KFAC
 from mpikfac.settings import Damping, in_force
 from mpikfac.trace import Trace
@@ -149,6 +153,81 @@ class Curvature:
         with together(comm, doing):
             bases = _bases(layers, items, owners, model)
             return cls(model, layers, bases, owners, skip, _damping_of(trainer))
+
+    @classmethod
+    def measured(
+        cls,
+        model: nn.Module,
+        outputs: Outputs,
+        batches: Collection[Any],
+        loss: Loss = "cross-entropy",
+        comm: Comm | None = None,
+        *,
+        fisher_type: Fisher = "type-2",
+        eigenvalues: Eigenvalues = "squares",
+        coverage: Coverage | None = None,
+        skip: Collection[str] = (),
+        trace: Trace | None = None,
+    ) -> Curvature:
+        """Return the curvature at the model's weights, from passes over data.
+
+            curvature = mpikfac.lab.Curvature.measured(
+                model.eval(), lambda model, batch: model(batch[0]), batches
+            )
+
+        It needs no factors of a run, and its factors are those at these weights, not running
+        averages. With "squares", each rank stores the eigenbases of all layers, and the gradients
+        of a batch in a layer.
+
+        Collective over: comm. Each rank passes its own batches, of any number.
+
+        Args:
+            model: in `eval()` mode, with the same weights on all ranks.
+            outputs: returns the outputs of a batch, `[examples, outputs]`.
+            batches: of the rank's data, without augmentation; read twice with "squares".
+            loss: of the outputs: "cross-entropy", "squared-error" or "logistic"; see `KFAC.record`.
+            comm: see `load`.
+            fisher_type: "type-2" takes one backward pass per output, for the exact Fisher matrix;
+                "mc" one per batch, for labels that torch samples from the model's distribution.
+            eigenvalues: "squares": the means of squared gradients in the eigenbases of the factors,
+                as in EKFAC; "products": the products of the factors' eigenvalues.
+            coverage: the layers; None for the default.
+            skip: see `load`.
+            trace: see `load`.
+
+        Raises:
+            UserError: a module is in training mode; the batches of all ranks do not call a layer;
+                or see `load`.
+        """
+        comm = SplitComm.of(comm).trains
+        one_of("loss", loss, LOSSES)
+        one_of("fisher_type", fisher_type, get_args(Fisher))
+        one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
+        doing = "measuring the curvature"
+        with together(comm, doing):
+            layers, _ = cover(model, coverage)
+            ParameterMatrices(model, layers, skip)
+        owners = _owners_of(layers, model, comm, trace)
+        passes = Passes(model, layers, outputs, batches, loss, fisher_type)
+        with together(comm, doing):
+            own = passes.factors()
+        sums = owners.sum(own)
+        with together(comm, doing):
+            bases = {
+                x.name: Eigenbasis.of_factors(x.shape, factors_of(x, sums[x.name]), device(model))
+                for x in layers
+                if x.name in sums
+            }
+        curvature = cls(model, layers, bases, owners, skip)
+        if eigenvalues == "products":
+            return curvature
+        everywhere = curvature.replicate().bases
+        with together(comm, doing):
+            own = passes.squares(everywhere)
+        for name, total in owners.sum(own).items():
+            values = values_of(curvature.layers[name], total)
+            bases[name] = dataclasses.replace(bases[name], values=values)
+        return cls(model, layers, bases, owners, skip)
 
     def replicate(self) -> Curvature:
         """Return the same curvature with the eigenbases of all layers on every rank.

@@ -63,8 +63,15 @@ class Eigenbasis:
 
     def rotate(self, matrices: Tensor) -> Tensor:
         """Return `Q_G^T matrix Q_A` of matrices `[..., groups, outputs, inputs]`."""
-        rotated = _from_left([block.mT for block in self.g], matrices)
-        return _from_left([block.mT for block in self.a], rotated.mT).mT
+        return self.rotate_inputs(self.rotate_outputs(matrices.mT).mT)
+
+    def rotate_inputs(self, rows: Tensor) -> Tensor:
+        """Return `Q_A^T row` of rows `[..., groups, rows, inputs]`."""
+        return _from_left([block.mT for block in self.a], rows.mT).mT
+
+    def rotate_outputs(self, rows: Tensor) -> Tensor:
+        """Return `Q_G^T row` of rows `[..., groups, rows, outputs]`."""
+        return _from_left([block.mT for block in self.g], rows.mT).mT
 
     def rotate_back(self, matrices: Tensor) -> Tensor:
         """Return `Q_G matrix Q_A^T` of matrices `[..., groups, outputs, inputs]`."""

@@ -14,6 +14,7 @@ from mpikfac.plan import LayerShape, Message, Shape, message, rows
 from mpikfac.trace import Trace
 
 COUNT, QUERIES, ANSWERS, PUBLISH = "count vectors", "send vectors", "return vectors", "publish"
+SUMS = "send sums"
 ITEMSIZE = 8  # of float64
 
 
@@ -54,6 +55,15 @@ def query_messages(sizes: Sequence[int], examples: Sequence[int], rank: int) -> 
     ]
 
 
+def sum_messages(sizes: Sequence[int], rank: int) -> list[Message]:
+    """Return the messages of a rank in which sums are sent to owners.
+
+    Args:
+        sizes: the elements of the sums of each owner's layers.
+    """
+    return rows(SUMS, [list(sizes)] * len(sizes), ITEMSIZE, rank, "owners")
+
+
 def publish_messages(counts: Sequence[int], rank: int) -> list[Message]:
     """Return a rank's message that gathers `counts` elements, by rank, on all ranks."""
     if len(counts) == 1:
@@ -71,6 +81,7 @@ class Owners:
         comm: None if this rank owns all layers, and calls are not collective.
 
     Attributes:
+        names: the names of each rank's layers.
         own: the names of this rank's layers.
         shapes: the shape `[groups, outputs, inputs]` of each layer's matrix.
         sizes: the number of elements that a vector has in each rank's layers.
@@ -84,9 +95,9 @@ class Owners:
         self.shapes: dict[str, Shape] = {
             shape.name: (shape.groups, shape.outputs, shape.inputs) for shape in layers
         }
-        self._names = assign(layers, self._group.size if self._group else 1)
-        self.own = self._names[self._group.member if self._group else 0]
-        self.sizes = [sum(math.prod(self.shapes[n]) for n in names) for names in self._names]
+        self.names = assign(layers, self._group.size if self._group else 1)
+        self.own = self.names[self._group.member if self._group else 0]
+        self.sizes = [sum(math.prod(self.shapes[n]) for n in names) for names in self.names]
 
     def close(self) -> None:
         """Free the communicator.
@@ -124,7 +135,7 @@ class Owners:
         examples = self.integers(len(next(iter(matrices.values()))))
         there = elements_to(self.sizes, examples)
         out, back = there[self._group.member], [row[self._group.member] for row in there]
-        sent = torch.cat([matrices[n].flatten() for names in self._names for n in names])
+        sent = torch.cat([matrices[n].flatten() for names in self.names for n in names])
         received = self._group.pass_rows(sent, out, back, QUERIES)
         queries = [
             self._split(part, self.own, count)
@@ -137,7 +148,7 @@ class Owners:
         parts = [answers[n][rank].flatten() for rank in range(len(examples)) for n in self.own]
         returned = self._group.pass_rows(torch.cat([sent[:0], *parts]), back, out, ANSWERS)
         found: dict[str, Tensor] = {}
-        for part, names in zip(returned.split(out), self._names):
+        for part, names in zip(returned.split(out), self.names):
             found |= self._split(part, names, examples[self._group.member])
         return {name: found[name] for name in self.shapes}
 
@@ -153,7 +164,7 @@ class Owners:
         """
         if self._group is None:
             return {name: tensors[name] for name in shapes}
-        order = [name for names in self._names for name in names if name in shapes]
+        order = [name for names in self.names for name in names if name in shapes]
         flats = [tensors[name].flatten() for name in order if name in tensors]
         sent = torch.cat([torch.empty(0, dtype=torch.float64, device=self._device), *flats])
         flat = self._group.gather_rows(sent, self.counts(shapes), PUBLISH)
@@ -162,7 +173,25 @@ class Owners:
 
     def counts(self, shapes: Mapping[str, Shape]) -> list[int]:
         """Return how many elements of layers' tensors each rank publishes."""
-        return [sum(math.prod(shapes[n]) for n in names if n in shapes) for names in self._names]
+        return [sum(math.prod(shapes[n]) for n in names if n in shapes) for names in self.names]
+
+    def sum(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums over ranks of the vectors of this rank's layers, added in rank order.
+
+        Args:
+            vectors: a vector for each layer, of the same length on all ranks.
+
+        Collective over: owners.
+        """
+        if self._group is None:
+            return dict(vectors)
+        flats = [[vectors[name] for name in names] for names in self.names]
+        sizes = [sum(map(len, of_owner)) for of_owner in flats]
+        own = sizes[self._group.member]
+        sent = torch.cat([vector for of_owner in flats for vector in of_owner])
+        received = self._group.pass_rows(sent, sizes, [own] * self._group.size, SUMS)
+        total = received.view(self._group.size, own).sum(0)
+        return dict(zip(self.own, total.split([len(vectors[name]) for name in self.own])))
 
     def gather(self, vectors: Tensor, examples: Sequence[int]) -> Tensor:
         """Return the vectors of all ranks, ordered by rank.

@@ -7,17 +7,22 @@ and `g`, such as the patches of a convolution, are computed one layer at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mpikfac.lab.curvature.eigenbasis import Eigenbasis
 from mpikfac.layers import Layer
 
 Losses = Callable[[nn.Module, Any], Tensor]
 """A function of a model and a batch that returns one loss per example, `[examples]`."""
+Outputs = Callable[[nn.Module, Any], Tensor]
+"""A function of a model and a batch that returns the outputs, `[examples, outputs]`."""
+Columns = Callable[[Tensor], Iterator[Tensor]]
+"""A function of outputs that yields gradients for them, of their shape."""
 
 
 class RecordedCall(NamedTuple):
@@ -33,15 +38,21 @@ class RecordedCall(NamedTuple):
     x: Tensor
     g: Tensor
 
+    def prepared(self) -> tuple[Tensor, Tensor]:
+        """Return the input from which statistics are computed, and the gradients, in float64."""
+        x = self.layer.prepared(self.x, self.g)
+        return x.double() if x.is_floating_point() else x, self.g.double()
+
     def vectors(self) -> tuple[slice, Tensor, Tensor]:
         """Return groups of the layer, and their vectors in float64.
 
         The vectors `a` are `[groups, examples, positions, inputs]`, and `g` are `[groups, examples,
         positions, outputs]`.
         """
-        layer, x = self.layer, self.layer.prepared(self.x, self.g)
-        pairs = layer.pairs(x.double() if x.is_floating_point() else x, self.g.double())
-        a, g = (pair if layer.shape.groups > 1 else pair[None] for pair in pairs)
+        layer = self.layer
+        a, g = (
+            pair if layer.shape.groups > 1 else pair[None] for pair in layer.pairs(*self.prepared())
+        )
         groups = slice(None) if layer.group is None else slice(layer.group, layer.group + 1)
         return groups, a, g
 
@@ -60,8 +71,63 @@ def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any
             random numbers; `losses` does not return one loss per example; or the inputs of a layer
             are not those of the examples.
     """
+    _check_mode(model)
+    with torch.enable_grad():
+        values, records = _forward(model, layers, losses, batch)
+        if values.dim() != 1:
+            raise ValueError(
+                f"losses must return one loss per example, [examples], not {[*values.shape]}"
+            )
+        torch.autograd.grad(values.sum(), _parameters(layers), allow_unused=True)
+    _check_examples(records, len(values))
+    return records
+
+
+def record_columns(
+    model: nn.Module, layers: Sequence[Layer], outputs: Outputs, batch: Any, columns: Columns
+) -> Iterator[tuple[int, Records]]:
+    """Yield the examples and the calls in a pass, once for each gradient of outputs in `columns`.
+
+    Calls must be used before the next; their inputs are the same in all of them.
+
+    Collective over: none.
+
+    Args:
+        outputs: returns the outputs of a batch, `[examples, outputs]`.
+        columns: yields gradients of the outputs, `[examples, outputs]`.
+
+    Raises:
+        ValueError: as of `record`.
+    """
+    _check_mode(model)
+    with torch.enable_grad():
+        found, records = _forward(model, layers, outputs, batch)
+    if found.dim() != 2:
+        raise ValueError(
+            f"outputs must return one row per example, [examples, outputs], not {[*found.shape]}"
+        )
+    for column in columns(found.detach()):
+        for calls in records.values():
+            calls.clear()
+        parameters = _parameters(layers)
+        torch.autograd.grad(found, parameters, column, retain_graph=True, allow_unused=True)
+        _check_examples(records, len(found))
+        yield len(found), records
+
+
+def _check_mode(model: nn.Module) -> None:
     if training := [name or "the model" for name, m in model.named_modules() if m.training]:
         raise ValueError(f"{training[0]} is in training mode; call model.eval() first")
+
+
+def _parameters(layers: Sequence[Layer]) -> list[Tensor]:
+    return [parameter for layer in layers for parameter in layer.parameters]
+
+
+def _forward(
+    model: nn.Module, layers: Sequence[Layer], function: Losses, batch: Any
+) -> tuple[Tensor, dict[str, list[RecordedCall]]]:
+    """Return a function of the model, and lists to which its backward passes append calls."""
     records: dict[str, list[RecordedCall]] = {layer.name: [] for layer in layers}
     hooks = [
         attached
@@ -71,25 +137,21 @@ def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any
         for attached in layer.attach(module, partial(_on_call, member, records[layer.name]))
     ]
     try:
-        with torch.enable_grad():
-            values = losses(model, batch)
-            if values.dim() != 1:
-                raise ValueError(
-                    f"losses must return one loss per example, [examples], not {[*values.shape]}"
-                )
-            parameters = [p for layer in layers for p in layer.parameters]
-            torch.autograd.grad(values.sum(), parameters, allow_unused=True)
+        return function(model, batch), records
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _check_examples(records: Records, examples: int) -> None:
+    """Check that the first dimension of each layer's input is the batch."""
     for name, calls in records.items():
         for call in calls:
-            if len(call.g) != len(values):
+            if len(call.g) != examples:
                 raise ValueError(
-                    f"layer {name!r} has {len(call.g)} examples, and the batch {len(values)}; "
+                    f"layer {name!r} has {len(call.g)} examples, and the batch {examples}; "
                     f"use a model whose layers keep one row per example"
                 )
-    return records
 
 
 def _on_call(layer: Layer, records: list[RecordedCall], _: nn.Module, *called: Any) -> None:
@@ -132,3 +194,44 @@ def products(matrices: Tensor, calls: Sequence[RecordedCall], examples: int) -> 
             each = torch.einsum("kbso,kbsi->bkoi", g, a)
             total += matrices[:, groups].flatten(1) @ each.flatten(1).T
     return total
+
+
+@torch.no_grad()
+def sum_of_squares(
+    basis: Eigenbasis, layer: Layer, calls: Sequence[RecordedCall], examples: int
+) -> Tensor:
+    """Return the sum over examples of squared gradients in a basis, `[groups, outputs, inputs]`."""
+    if (pair := _rotated_pair(basis, calls)) is not None:
+        g, a = (side.square() for side in pair)
+        return g.mT @ a
+    return basis.rotate(gradients(layer, calls, examples)).square().sum(0)
+
+
+@torch.no_grad()
+def weighted_squares(
+    basis: Eigenbasis,
+    layer: Layer,
+    calls: Sequence[RecordedCall],
+    examples: int,
+    weights: Sequence[Tensor],
+) -> Tensor:
+    """Return the sums of weighted squares of gradients in a basis, `[weights, examples]`.
+
+    Args:
+        weights: each `[groups, outputs, inputs]`.
+    """
+    if (pair := _rotated_pair(basis, calls)) is not None:
+        g, a = (side.square() for side in pair)
+        return torch.stack([((g @ weight) * a).sum((0, 2)) for weight in weights])
+    squares = basis.rotate(gradients(layer, calls, examples)).square().flatten(1)
+    return torch.stack([squares @ weight.flatten() for weight in weights])
+
+
+def _rotated_pair(basis: Eigenbasis, calls: Sequence[RecordedCall]) -> tuple[Tensor, Tensor] | None:
+    """Return `Q_G^T g` and `Q_A^T a`, `[groups, examples, n]`, if gradients are single products."""
+    if len(calls) != 1 or calls[0].layer.positions(calls[0].g) != len(calls[0].g):
+        return None
+    groups, a, g = calls[0].vectors()
+    if groups != slice(None) or a.shape[2] != 1:
+        return None
+    return basis.rotate_outputs(g[:, :, 0]), basis.rotate_inputs(a[:, :, 0])

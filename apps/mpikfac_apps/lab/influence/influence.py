@@ -9,31 +9,22 @@ Images with a large self-influence often have wrong labels.
 
 from __future__ import annotations
 
-import dataclasses
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import mpikfac
-from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.guard.ranks import run_on_ranks
 from mpikfac_apps.guard.watchdog import Watchdog
+from mpikfac_apps.lab.finished import Finished, examples, tested, uncovered
 from mpikfac_apps.lab.influence.options import INFLUENCE, InfluenceOptions
-from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import coverage
 from mpikfac_apps.place import share_cores
-from mpikfac_apps.problems import models
 from mpikfac_apps.text import show, table
-from mpikfac_apps.training.batches import Batches, parts, share
-from mpikfac_apps.training.parts.problem import Problem, first_model
-from mpikfac_apps.training.restart import CHECKSUMS
-from mpikfac_apps.training.settings import saved_run
-from mpikfac_apps.training.testing.evaluate import options_of
-from mpikfac_apps.training.testing.options import EvaluateOptions
+from mpikfac_apps.training.batches import parts, share
+from mpikfac_apps.training.parts.problem import Problem
 
 Losses = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
 
@@ -88,95 +79,39 @@ def influence(comm: mpikfac.comm.Comm, options: InfluenceOptions, watchdog: Watc
     Collective over: comm.
     """
     share_cores(comm, None)
-    located: tuple[Path, Options] | None = None
-    with mpikfac.comm.together(comm, f"influence {options.path}"):
-        device = mpikfac.device(comm, options.device)
-        if comm.rank == 0:
-            located = locate(options, comm.size)
-            if options.out is not None:
-                check_folder(options.out.parent)
-    path, run = comm.bcast(located)
-    watchdog.follow(run.watchdog_timeout)
-    checkpoint = mpikfac.load_checkpoint(comm, path)
-    with mpikfac.comm.together(comm, f"reading {path}"):
-        saved = saved_run(checkpoint)
-    images = {key: saved[key] for key in CHECKSUMS if key in saved}
-    problem = Problem(comm, dataclasses.replace(run, autocast=None), device, images)
-    with mpikfac.comm.together(comm, "building the network"):
-        model = first_model(run, problem.classes, problem.channels, device)
-    found = scored(
-        problem, model, path, options, lambda: watchdog.enter("influence", checkpoint.step)
-    )
+    finished = Finished.of(comm, "influence", options, watchdog)
+    checkpoint, problem = finished.checkpoint, finished.problem
+    found = scored(finished, options, lambda: watchdog.enter("influence", checkpoint.step))
     with mpikfac.comm.together(comm, f"writing {options.out}"):
         if found is not None and options.out is not None:
-            write(found, checkpoint, run, options)
+            write(found, finished, options)
     problem.batches.close()
     if found is not None:
-        kind = run.kfac.estimator.fisher_type
-        show([[f"{path}: step {checkpoint.step}, {kind} Fisher"], *found.report(options.top)])
+        kind = finished.options.kfac.estimator.fisher_type
+        head = f"{finished.path}: step {checkpoint.step}, {kind} Fisher"
+        show([[head], *found.report(options.top)])
     return 0
 
 
-def locate(options: InfluenceOptions, ranks: int) -> tuple[Path, Options]:
-    """Return the checkpoint and the options of its run.
-
-    Raises:
-        ValueError: there is no checkpoint, or its run's images have no single labels, or it
-            estimated no Fisher matrix.
-    """
-    path = checkpoint_at(options.path)
-    of_test = EvaluateOptions(path, trust=options.trust, data_path=options.data_path)
-    run = options_of(path, of_test, ranks)
-    if run.optimizer != "kfac":
-        raise ValueError(f"{path} is of a run with optimizer={run.optimizer}; it needs kfac")
-    if (task := models.network(run.model).task).dimensions:
-        raise ValueError(
-            f"{path} is of a run with model={run.model}, which learns {task.learns}; it needs a "
-            f"network with one label per image"
-        )
-    estimator = run.kfac.estimator
-    if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
-        raise ValueError(
-            f"{path} is of a run with fisher_type={estimator.fisher_type} and "
-            f"normalization={estimator.normalization}, whose factors estimate no Fisher matrix; "
-            f"train with another fisher_type and normalization=expand"
-        )
-    return path, run
-
-
-def check_folder(folder: Path) -> None:
-    """Create a folder if it is missing, and check that files can be written into it.
-
-    Raises:
-        OSError: they cannot.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
-
-
 def scored(
-    problem: Problem,
-    model: nn.Module,
-    path: Path,
-    options: InfluenceOptions,
-    progress: Callable[[], None],
+    finished: Finished, options: InfluenceOptions, progress: Callable[[], None]
 ) -> Influence | None:
     """Return the scores of all training images on rank 0, and None on other ranks.
 
-    Collective over: comm of the problem.
+    Collective over: comm of the run's problem.
 
     Args:
         progress: is called before each pass.
 
     Raises:
-        UserError: the images are in files, the checkpoint has no factors of the network, or there
-            are too many queries.
+        UserError: the checkpoint has no factors of the network, or there are too many queries.
     """
+    path, problem, model = finished.path, finished.problem, finished.model
     comm = problem.comm
     with mpikfac.comm.together(comm, f"influence {path}"):
         covered = coverage(problem.options.kfac, problem.network.covers)
         left = uncovered(model, covered)
-        images, labels = examples(problem)
+    images, labels = examples(problem)
     curvature = mpikfac.lab.Curvature.load(path, model, comm, coverage=covered, skip=left)
     if left and comm.rank == 0:
         print(f"no factors cover {', '.join(left)}: scores ignore these parameters", flush=True)
@@ -187,7 +122,7 @@ def scored(
     own = share(images, labels, comm.rank, comm.size)
     queries = queries_of(problem, options.queries)
     damping = mpikfac.Damping(relative=options.damping)
-    losses, tested = (each_loss(problem, loss) for loss in (problem.loss, problem.task.loss))
+    losses, plain = (each_loss(problem, loss) for loss in (problem.loss, problem.task.loss))
     progress()
 
     def batches(doing: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -200,7 +135,7 @@ def scored(
 
     with mpikfac.comm.together(comm, f"--queries={options.queries}"):
         scores = mpikfac.lab.influence(
-            curvature, losses, batches("influence"), queries, damping, measure=tested
+            curvature, losses, batches("influence"), queries, damping, measure=plain
         )
     of_self = mpikfac.lab.self_influence(curvature, losses, batches("self-influence"), damping)
     curvature.close()
@@ -222,42 +157,16 @@ def each_loss(problem: Problem, loss: Callable[..., Tensor]) -> Losses:
     return losses
 
 
-def examples(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return all training images, without augmentation, and their labels.
-
-    Raises:
-        ValueError: the images are in files.
-    """
-    if not isinstance(problem.batches, Batches):
-        raise ValueError("the images of the run are in files; the program needs images in memory")
-    return problem.batches.images, problem.batches.labels
-
-
 def queries_of(problem: Problem, count: int) -> tuple[Tensor, Tensor]:
     """Return the rank's part of the first `count` test images, and their labels.
 
     Collective over: comm of the problem.
     """
-    assert isinstance(problem.batches, Batches)
-    images, labels = problem.batches.tested
-    before = sum(problem.comm.allgather(len(images))[: problem.comm.rank])
+    images, labels, before = tested(problem)
     return images[: max(0, count - before)], labels[: max(0, count - before)]
 
 
-def uncovered(model: nn.Module, covered: mpikfac.Coverage) -> list[str]:
-    """Return the names of the trained parameters that no layer covers."""
-    layers, _ = mpikfac.layers.cover(model, covered)
-    of_layers = {id(parameter) for layer in layers for parameter in layer.parameters}
-    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    return [name for name, parameter in trained if id(parameter) not in of_layers]
-
-
-def write(
-    found: Influence,
-    checkpoint: mpikfac.checkpoint.Checkpoint,
-    run: Options,
-    options: InfluenceOptions,
-) -> None:
+def write(found: Influence, finished: Finished, options: InfluenceOptions) -> None:
     """Write all scores, with what they were computed from, to an HDF5 file.
 
     Raises:
@@ -270,8 +179,8 @@ def write(
         "labels": found.labels,
         "query_labels": found.query_labels,
         "damping": options.damping,
-        "fisher_type": run.kfac.estimator.fisher_type,
-        "step": checkpoint.step,
-        "checkpoint": checkpoint.digest,
+        "fisher_type": finished.options.kfac.estimator.fisher_type,
+        "step": finished.checkpoint.step,
+        "checkpoint": finished.checkpoint.digest,
     }
     mpikfac.checkpoint.write_shard(options.out, items)

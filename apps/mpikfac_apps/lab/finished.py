@@ -1,0 +1,156 @@
+"""A finished run with its images and its network, for programs that use its curvature."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+import mpikfac
+from mpikfac_apps.cli import checkpoint_at
+from mpikfac_apps.guard.watchdog import Watchdog
+from mpikfac_apps.lab.influence.options import InfluenceOptions
+from mpikfac_apps.lab.laplace.options import LaplaceOptions
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.problems import models
+from mpikfac_apps.training.batches import Batches
+from mpikfac_apps.training.parts.problem import Problem, first_model
+from mpikfac_apps.training.restart import CHECKSUMS
+from mpikfac_apps.training.settings import saved_run
+from mpikfac_apps.training.testing.evaluate import options_of
+from mpikfac_apps.training.testing.options import EvaluateOptions
+
+OfRun = InfluenceOptions | LaplaceOptions
+"""The options of a program that reads a finished run."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A checkpoint of a run, and what its options make.
+
+    Attributes:
+        path: the directory of the checkpoint.
+        options: those of the run.
+        model: with its initial weights.
+    """
+
+    path: Path
+    checkpoint: mpikfac.checkpoint.Checkpoint
+    options: Options
+    problem: Problem
+    model: nn.Module
+
+    @classmethod
+    def of(
+        cls,
+        comm: mpikfac.comm.Comm,
+        program: str,
+        options: OfRun,
+        watchdog: Watchdog,
+        factors: bool = True,
+    ) -> Finished:
+        """Return the run at `options.path`, after checking that `options.out` can be written.
+
+        Collective over: comm.
+
+        Args:
+            program: the name of the program, for messages.
+            factors: whether the program needs the factors of the run.
+
+        Raises:
+            UserError: see `locate`; or the images are not those of the run, or in files.
+        """
+        located: tuple[Path, Options] | None = None
+        with mpikfac.comm.together(comm, f"{program} {options.path}"):
+            device = mpikfac.device(comm, options.device)
+            if comm.rank == 0:
+                located = locate(options, comm.size, factors)
+                if options.out is not None:
+                    check_folder(options.out.parent)
+        path, run = comm.bcast(located)
+        watchdog.follow(run.watchdog_timeout)
+        checkpoint = mpikfac.load_checkpoint(comm, path)
+        with mpikfac.comm.together(comm, f"reading {path}"):
+            saved = saved_run(checkpoint)
+        images = {key: saved[key] for key in CHECKSUMS if key in saved}
+        problem = Problem(comm, dataclasses.replace(run, autocast=None), device, images)
+        with mpikfac.comm.together(comm, f"{program} {path}"):
+            check_in_memory(problem)
+        with mpikfac.comm.together(comm, "building the network"):
+            model = first_model(run, problem.classes, problem.channels, device)
+        return cls(path, checkpoint, run, problem, model)
+
+
+def locate(options: OfRun, ranks: int, factors: bool) -> tuple[Path, Options]:
+    """Return the checkpoint and the options of its run.
+
+    Raises:
+        ValueError: there is no checkpoint, or its run's images have no single labels, or it
+            estimated no Fisher matrix although `factors` are needed.
+    """
+    path = checkpoint_at(options.path)
+    of_test = EvaluateOptions(path, trust=options.trust, data_path=options.data_path)
+    run = options_of(path, of_test, ranks)
+    if factors and run.optimizer != "kfac":
+        raise ValueError(f"{path} is of a run with optimizer={run.optimizer}; it needs kfac")
+    if (task := models.network(run.model).task).dimensions:
+        raise ValueError(
+            f"{path} is of a run with model={run.model}, which learns {task.learns}; it needs a "
+            f"network with one label per image"
+        )
+    estimator = run.kfac.estimator
+    wrong = estimator.fisher_type == "forward-only" or estimator.normalization != "expand"
+    if factors and wrong:
+        raise ValueError(
+            f"{path} is of a run with fisher_type={estimator.fisher_type} and "
+            f"normalization={estimator.normalization}, whose factors estimate no Fisher matrix; "
+            f"train with another fisher_type and normalization=expand"
+        )
+    return path, run
+
+
+def check_folder(folder: Path) -> None:
+    """Create a folder if it is missing, and check that files can be written into it.
+
+    Raises:
+        OSError: they cannot.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+
+
+def check_in_memory(problem: Problem) -> None:
+    """Check that the images are in memory.
+
+    Raises:
+        ValueError: they are in files.
+    """
+    if not isinstance(problem.batches, Batches):
+        raise ValueError("the images of the run are in files; the program needs images in memory")
+
+
+def examples(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Return all training images, without augmentation, and their labels."""
+    assert isinstance(problem.batches, Batches)
+    return problem.batches.images, problem.batches.labels
+
+
+def tested(problem: Problem) -> tuple[Tensor, Tensor, int]:
+    """Return the rank's part of the test images, their labels, and the number of the first one.
+
+    Collective over: comm of the problem.
+    """
+    assert isinstance(problem.batches, Batches)
+    images, labels = problem.batches.tested
+    return images, labels, sum(problem.comm.allgather(len(images))[: problem.comm.rank])
+
+
+def uncovered(model: nn.Module, covered: mpikfac.Coverage) -> list[str]:
+    """Return the names of the trained parameters that no layer covers."""
+    layers, _ = mpikfac.layers.cover(model, covered)
+    of_layers = {id(parameter) for layer in layers for parameter in layer.parameters}
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return [name for name, parameter in trained if id(parameter) not in of_layers]

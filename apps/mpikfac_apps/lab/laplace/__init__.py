@@ -1,0 +1,1 @@
+"""Predictions of a network with the uncertainty of its weights."""

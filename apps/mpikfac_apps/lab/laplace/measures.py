@@ -1,0 +1,58 @@
+"""Measures of predicted probabilities, and of their uncertainty."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BINS = 15  # of the expected calibration error
+TINY = torch.finfo(torch.float64).tiny
+
+
+def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
+    """Return the mean of `-log p` of the labels, in nats.
+
+    Args:
+        probabilities: `[images, classes]`.
+        labels: `[images]`.
+    """
+    return F.nll_loss(probabilities.double().clamp(min=TINY).log(), labels).item()
+
+
+def calibration_error(probabilities: Tensor, labels: Tensor) -> float:
+    """Return the expected calibration error [Guo et al. 2017], over 15 bins of equal width.
+
+    Within a bin of confidences, it compares the mean confidence with the accuracy.
+    """
+    confidences, best = probabilities.double().max(1)
+    bins = (confidences * BINS).ceil().long().clamp(1, BINS) - 1  # (0, 1/15], (1/15, 2/15], ...
+    gaps = (best == labels).double() - confidences
+    total = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, gaps)
+    return (total.abs().sum() / len(labels)).item()
+
+
+def brier_score(probabilities: Tensor, labels: Tensor) -> float:
+    """Return the mean squared distance from the labels' unit vectors, from 0 to 2."""
+    units = F.one_hot(labels, probabilities.shape[1])
+    return (probabilities.double() - units).square().sum(1).mean().item()
+
+
+def accuracy(probabilities: Tensor, labels: Tensor) -> float:
+    """Return the fraction of images whose label is the most probable class."""
+    return (probabilities.argmax(1) == labels).double().mean().item()
+
+
+def auroc(probabilities: Tensor, others: Tensor) -> float:
+    """Return the probability that another image has the larger entropy; ties count half.
+
+    It is the area under the ROC curve of a detector of other images.
+    """
+    own, other = entropy(probabilities).sort().values, entropy(others)
+    below, up_to = (torch.searchsorted(own, other, right=right) for right in (False, True))
+    return ((below + up_to).double().mean() / (2 * len(own))).item()
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    """Return the entropy of each row, in nats."""
+    return torch.special.entr(probabilities.double()).sum(1)

@@ -1,0 +1,169 @@
+"""Laplace approximation: a Gaussian posterior of the weights from the curvature at a mode.
+
+With N examples and the prior `N(0, I / prior)` of the covered weights, the posterior is
+`N(w, (N C + prior I)^-1)`, if w is the mode of the posterior [MacKay 1992]. Kronecker factors make
+it feasible for networks [Ritter et al. 2018]. Linearised outputs are Gaussian, too, and their
+predictions are better than those of sampled weights [Immer et al. 2021].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
+
+from mpikfac.errors import UserError
+from mpikfac.lab.curvature.curvature import Curvature
+from mpikfac.lab.curvature.records import Outputs, record_columns, weighted_squares
+from mpikfac.plan import check_positive
+
+CHANGE = 1e-10  # of the logarithm of a prior precision that no longer changes
+FEW, MANY = 1e-10, 1e15  # prior precisions beyond which the evidence has no maximum
+
+
+def log_evidence(curvature: Curvature, log_likelihood: float, examples: int, prior: float) -> float:
+    """Return the logarithm of the probability of the data, integrated over the covered weights.
+
+    Collective over: comm of the curvature.
+
+    Args:
+        log_likelihood: the sum of the logarithms of the probabilities of all labels, on all ranks.
+        examples: N, the number of examples on all ranks.
+        prior: the precision of the prior, above 0.
+    """
+    count, squares = _weights(curvature)
+    volume = curvature.logdet(examples, prior) - count * math.log(prior)
+    return log_likelihood - (prior * squares + volume) / 2
+
+
+def evidence_prior(curvature: Curvature, examples: int) -> float:
+    """Return the precision of the prior with the largest evidence, a root of `prior |w|^2 = gamma`.
+
+    MacKay's fixed point is `prior <- gamma / |w|^2`, where gamma is the sum of
+    `curvature.effective`. The geometric mean of two iterates halves the error of the logarithm at
+    least.
+
+    Collective over: comm of the curvature.
+
+    Args:
+        examples: see `log_evidence`.
+
+    Raises:
+        UserError: the evidence has no maximum, because the curvature or the weights are 0.
+    """
+    _, squares = _weights(curvature)
+    prior, change = 1.0, math.inf
+    while abs(change) > CHANGE:
+        gamma = sum(curvature.effective(examples, prior).values())
+        ratio = gamma / (prior * squares) if squares else math.inf
+        if not FEW < prior * ratio < MANY:
+            raise UserError(
+                f"the evidence has no maximum: the weights have the squared norm {squares:.3g}, "
+                f"and the data determines {gamma:.3g} of them; pass a prior precision"
+            )
+        change = math.log(ratio) / 2
+        prior *= math.exp(change)
+    return prior
+
+
+def output_variances(
+    curvature: Curvature, outputs: Outputs, batch: Any, examples: int, priors: Sequence[float]
+) -> Tensor:
+    """Return variances of the linearised outputs, `[priors, batch, outputs]` in float64.
+
+    The variance of an output with the gradient J is `J^T (N C + prior I)^-1 J`. It takes one
+    backward pass per output.
+
+    Collective over: none.
+
+    Args:
+        curvature: of one rank, or as returned by `replicate`.
+        outputs: returns the outputs of a batch, `[examples, outputs]`.
+        examples: see `log_evidence`.
+        priors: precisions of the prior.
+
+    Raises:
+        ValueError: a module is in training mode; a prior is not positive; or layers are divided
+            over ranks.
+    """
+    for prior in priors:
+        check_positive("prior", prior)
+    if missing := [name for name in curvature.layers if name not in curvature.bases]:
+        raise ValueError(f"another rank owns layer {missing[0]!r}; pass curvature.replicate()")
+
+    def columns(found: Tensor) -> Iterator[Tensor]:
+        for number in range(found.shape[1]):
+            column = torch.zeros_like(found)
+            column[:, number] = 1
+            yield column
+
+    layers = list(curvature.layers.values())
+    variances = []
+    for count, records in record_columns(curvature.model, layers, outputs, batch, columns):
+        of_layers = []
+        for layer in layers:
+            basis, calls = curvature.bases[layer.name], records[layer.name]
+            inverses = [1 / (examples * basis.values + prior) for prior in priors]
+            of_layers.append(weighted_squares(basis, layer, calls, count, inverses))
+        variances.append(torch.stack(of_layers).sum(0))
+    return torch.stack(variances, -1)
+
+
+def probit(outputs: Tensor, variances: Tensor) -> Tensor:
+    """Return probabilities of classes for Gaussian logits, `[..., classes]` [MacKay 1992].
+
+    The approximation reduces a logit of variance v by `sqrt(1 + pi v / 8)`.
+    """
+    return (outputs / (1 + math.pi / 8 * variances).sqrt()).softmax(-1)
+
+
+def sampled_models(
+    curvature: Curvature,
+    examples: int,
+    prior: float,
+    generator: torch.Generator,
+    count: int,
+    inputs: Collection[Tensor] = (),
+) -> Iterator[nn.Module]:
+    """Yield the model with weights that are sampled from the posterior, `count` times.
+
+        samples = mpikfac.lab.sampled_models(curvature, 50_000, 10.0, generator, 20, inputs)
+        probabilities = sum(model(images).softmax(1) for model in samples) / 20
+
+    Afterwards, the model has its own weights and statistics again.
+
+    Collective over: comm of the curvature; all ranks take all samples.
+
+    Args:
+        examples: see `log_evidence`.
+        prior: see `log_evidence`.
+        generator: see `Curvature.sample`.
+        inputs: batches of training inputs, the same on all ranks, from which the statistics of
+            BatchNorm are estimated for each sample, because those of the model belong to its own
+            weights; empty to use those of the model.
+    """
+    model = curvature.model
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    try:
+        for _ in range(count):
+            drawn = curvature.sample(examples, prior, generator)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name in drawn:
+                        parameter.copy_(own[name].double() + drawn[name][0])
+                if inputs:
+                    update_bn(inputs, model)
+            yield model
+    finally:
+        model.load_state_dict(own)
+
+
+def _weights(curvature: Curvature) -> tuple[int, float]:
+    """Return the number of covered weights, and the sum of their squares."""
+    covered = [p.detach() for layer in curvature.layers.values() for p in layer.parameters]
+    squares = sum(p.double().square().sum().item() for p in covered)
+    return sum(p.numel() for p in covered), squares
