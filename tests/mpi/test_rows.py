@@ -121,3 +121,23 @@ def test_counts_that_do_not_fit_are_refused(comm):
         mpikfac.lab.exchange_rows(some, group, [2.0] * comm.size, right)
     with pytest.raises(ValueError, match=f"at member {comm.rank}"):
         mpikfac.lab.exchange_rows(some, group, right, [1] * comm.size)
+
+
+@pytest.mark.parametrize("exchanges", [1, 2])
+@pytest.mark.parametrize("way", ["detach", "no_grad", "inference_mode"])
+def test_rows_that_require_gradients_on_one_rank_are_refused(comm, way, exchanges):
+    """Oracle: the same line on all ranks, in the exchange whose backward pass would wait."""
+    if comm.size == 1:  # no other rank waits
+        return
+    group, counts = group_of(comm), [1] * comm.size
+    x = torch.ones(comm.size, 3, device=DEVICE, requires_grad=True)
+    for _ in range(exchanges - 1):
+        mpikfac.lab.exchange_rows(x, group, counts, counts)
+    last = comm.rank == comm.size - 1
+    without = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(way)
+    with pytest.raises(mpikfac.UserError, match="rows require gradients on member 0 and not on"):
+        if last and without:
+            with without():
+                mpikfac.lab.exchange_rows(x, group, counts, counts)
+        else:
+            mpikfac.lab.exchange_rows(x.detach() if last else x, group, counts, counts)
