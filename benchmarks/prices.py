@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY, NAMED
 from mpikfac.preconditioners import PRECONDITIONERS
 from mpikfac.predict import Job, Machine
 from mpikfac.settings import MOMENTUM
+from mpikfac_apps.lab.study.report.style import name_at_the_right
 from mpikfac_apps.problems import models
 from support.torchvision import stand_in
 
@@ -297,27 +298,13 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         own = [row for row in rows if row["network"] == name]
         sgd = own[0]["seconds"]
         points = {row["method"]: (row["memory"] / 1e6, row["seconds"] / sgd) for row in own}
-        widest, highest = (max(numbers) for numbers in zip(*points.values()))
         panel.scatter(*zip(*points.values()), s=18)
-        for (x, y), near in neighbours(points, 0.08 * widest, 0.07 * (highest - 1)).items():
-            place = {"textcoords": "offset points", "va": "center", "size": 8}
-            panel.annotate("\n".join(near), (x, y), (6, 0), **place)
-        panel.set(xlim=(0, 1.35 * widest), xlabel="MB kept by a rank")
+        panel.set(xlim=(0, 1.05 * max(x for x, _ in points.values())), xlabel="MB kept by a rank")
+        name_at_the_right(panel, points)
         panel.set_title(NETWORKS[name].title.partition(",")[0])
     panels[0].set_ylabel(f"predicted step / SGD's, {rows[0]['ranks']} ranks")
     plt.rcParams["svg.hashsalt"] = "prices"
     figure.savefig(path, metadata={"Date": None})
-
-
-def neighbours(
-    points: Mapping[str, tuple[float, float]], wide: float, high: float
-) -> dict[tuple[float, float], list[str]]:
-    """Return the names of points that lie close together, by the first of the points."""
-    groups: dict[tuple[float, float], list[str]] = {}
-    for name, (x, y) in points.items():
-        near = (at for at in groups if abs(x - at[0]) < wide and abs(y - at[1]) < high)
-        groups.setdefault(next(near, (x, y)), []).append(name)
-    return groups
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from .checkpoint import find_checkpoint as find_checkpoint
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
 from .comm import device as device
+from .comm import over as over
 from .comm import split_comm as split_comm
 from .comm import world as world
 from .errors import RanksDifferError as RanksDifferError

@@ -1,4 +1,4 @@
-"""Define the exception for user errors, and end a job in which a rank fails."""
+"""Define exceptions for user errors and lost ranks, and end a job in which a rank fails."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ class RanksDifferError(UserError):
     """Report that values that must be equal on all ranks differ.
 
     Retrying does not help, because the ranks differ until one copies the values of another.
+    """
+
+
+class RankLostError(RuntimeError):
+    """Report that a message failed because another rank has ended, or takes no part in it.
+
+    This is a consequence; the other rank, or the launcher, reports the cause.
     """
 
 

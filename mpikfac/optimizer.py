@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
-from mpikfac.comm import Comm, SplitComm, agree, together, world
+from mpikfac.comm import Comm, SplitComm, agree, check_connected, together
 from mpikfac.errors import UserError
 from mpikfac.kfac import KFAC
 from mpikfac.layers import Coverage
@@ -71,7 +71,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"trainer={type(trainer).__name__} must be a KFAC or a FirstOrderTrainer"
             )
-        _check_processes()
+        check_connected(trainer.grid.world)
         if max_norm is not None:
             check_size("max_norm", max_norm)
         agree(trainer.grid.world, {"max_norm": plain(max_norm)})
@@ -117,7 +117,7 @@ class Optimizer(torch.optim.Optimizer):
                 more processes than MPI; see also `KFAC.step`.
             UserError: see `KFAC.step`.
         """
-        _check_processes()
+        check_connected(self.trainer.grid.world)
         try:
             loss = None
             if closure is not None:
@@ -378,18 +378,3 @@ def _check_names(name: str, settings: Mapping[str, Any]) -> None:
         if near := of_parts or get_close_matches(wrong, [*own, *taken], n=1):
             raise TypeError(f"{name} has no argument {wrong!r}; did you mean {' or '.join(near)}?")
         raise TypeError(f"{name} has no argument {wrong!r}; see help(mpikfac.KFAC)")
-
-
-def _check_processes() -> None:
-    """Check that MPI connects all processes that torch.distributed connects.
-
-    Raises:
-        ValueError: torch's launcher started the processes, so K-FAC could not average over them.
-    """
-    if distributed.is_available() and distributed.is_initialized():
-        joined, ranks = distributed.get_world_size(), world().size
-        if joined > ranks:
-            raise ValueError(
-                f"torch.distributed connects {joined} processes, but MPI connects {ranks}: start "
-                f"the program with mpirun, because K-FAC averages statistics over MPI's ranks"
-            )

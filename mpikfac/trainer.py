@@ -133,10 +133,11 @@ class Trainer:
         self._guard = StepGuard(optimizer, self)
         self._unequal: set[str] = set()  # buffers that can differ between ranks
         self._whole = True  # `is_consistent` when the batch began
-        self.built = self._build(self._draw())
+        drawn = self._draw()
+        self._steps = WatchedSteps(team.trains, type(self).__name__)
+        self.built = self._build(drawn)
         self._begin_batch(0)
         take_model(model, self)
-        self._steps = WatchedSteps(team.trains, type(self).__name__)
         unstored = ", ".join(unstored_settings(optimizer))
         if unstored and team.trains.rank == 0:
             log.warning(
@@ -539,6 +540,9 @@ class Trainer:
         """Remove the hooks, and free the communicators. No further step is possible.
 
         Collective over: world.
+
+        Raises:
+            UserError: with `overlap`, other ranks do not send a message of this rank, for 60 s.
         """
         self.detach()
         self.built.grid.free()

@@ -21,7 +21,7 @@ def command() -> NoReturn:
     try:
         sys.exit(main())
     except BaseException as error:
-        if any(variable in os.environ for variable in RANK_VARIABLES):
+        if "mpi4py.MPI" in sys.modules and any(name in os.environ for name in RANK_VARIABLES):
             from mpi4py.run import set_abort_status
 
             set_abort_status(error)

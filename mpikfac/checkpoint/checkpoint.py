@@ -103,9 +103,13 @@ class CheckpointWriter:
         """
         self.commit()
         begun = _begin(self.comm, self.root, items, step, self.keep)
-        share = self._copied({name: items[name] for name in begun.names})
-        self._shard = self._thread.submit(_write, begun, self.comm.rank, share)
         self._begun = begun
+        try:
+            share = self._copied({name: items[name] for name in begun.names})
+            self._shard = self._thread.submit(_write, begun, self.comm.rank, share)
+        except Exception as error:  # such as a lack of memory, which `commit` reports to all ranks
+            self._shard = Future()
+            self._shard.set_exception(error)
 
     def commit(self) -> Path | None:
         """Wait for all ranks' parts and return the checkpoint's path; None if none is pending.
@@ -363,14 +367,16 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
 
 
 def _written(write: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return what `write` returns; raise its memory and HDF5 errors as a `UserError`.
+    """Return what `write` returns; every error is one of the data, which all ranks report.
 
     Raises:
-        UserError: memory ran out, or HDF5 raised an error.
+        UserError: `write` raised another error than `together` reports, as if memory runs out.
     """
     try:
         return write()
-    except (MemoryError, LookupError, RuntimeError) as error:
+    except (OSError, ValueError, UserError):
+        raise
+    except Exception as error:
         raise UserError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 

@@ -23,6 +23,7 @@ from mpikfac.comm.grid import Grid as Grid
 from mpikfac.comm.group import Group as Group
 from mpikfac.comm.isolated import isolated_seconds as isolated_seconds
 from mpikfac.comm.job import Comm as Comm
+from mpikfac.comm.job import check_connected as check_connected
 from mpikfac.comm.job import check_survivable as check_survivable
 from mpikfac.comm.job import cuda_aware as cuda_aware
 from mpikfac.comm.job import device as device
@@ -38,6 +39,8 @@ from mpikfac.comm.messages import InOrder as InOrder
 from mpikfac.comm.messages import Overlapped as Overlapped
 from mpikfac.comm.messages import Sender as Sender
 from mpikfac.comm.messages import Turns as Turns
+from mpikfac.comm.mpi import TORCHRUN as TORCHRUN
+from mpikfac.comm.process_group import over as over
 from mpikfac.comm.servers import FETCH as FETCH
 from mpikfac.comm.servers import GIVE as GIVE
 from mpikfac.comm.servers import HOLD as HOLD

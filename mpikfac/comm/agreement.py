@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
-from mpikfac.errors import RanksDifferError, UserError
+from mpikfac.errors import RankLostError, RanksDifferError, UserError
 
 CLOCK_READINGS = 50  # only the fastest one counts, because most are slow on a busy machine
 
@@ -39,7 +39,7 @@ def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterat
         kind = RanksDifferError if isinstance(error, RanksDifferError) else UserError
         failure, cause = (kind, str(error)), error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-        if not untrusted or isinstance(error, MPI.Exception):
+        if not untrusted or isinstance(error, (MPI.Exception, RankLostError)):
             raise
         about = " ".join(str(error).split())
         text = f"the content has an unexpected form: {type(error).__name__}: {about}"

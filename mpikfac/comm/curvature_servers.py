@@ -13,10 +13,12 @@ from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mpikfac.comm.job import Comm, world
 from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
+from mpikfac.comm.process_group import ProcessGroupComm
 
 LEAVING = 2**15 - 1  # the highest tag that every MPI supports
 LOOK_EVERY = 1e-3  # seconds between two checks for a message, on an idle rank
@@ -44,9 +46,10 @@ class SplitComm:
         if isinstance(comm, SplitComm):
             return comm
         comm = world() if comm is None else comm
-        if not hasattr(comm, "allgather"):
+        if not hasattr(comm, "allgather") or isinstance(comm, ProcessGroup):
             raise ValueError(
-                f"comm={comm!r} must be a communicator of mpi4py, a SplitComm, or None"
+                f"comm={comm!r} must be a communicator of mpi4py, mpikfac.over(group), a "
+                f"SplitComm, or None"
             )
         return cls(comm)
 
@@ -88,7 +91,7 @@ def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
     Collective over: comm.
 
     Raises:
-        ValueError: no rank would train.
+        ValueError: no rank would train, or `comm` is not a communicator of MPI.
     """
     if not 0 <= curvature_servers < comm.size:
         raise ValueError(
@@ -97,6 +100,11 @@ def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
         )
     if curvature_servers == 0:
         return SplitComm(comm)
+    if isinstance(comm, ProcessGroupComm):
+        raise ValueError(
+            f"curvature_servers={curvature_servers}: CurvatureServers and ParameterServer need an "
+            f"intercommunicator, which torch.distributed lacks; start the program with mpirun"
+        )
     first = comm.size - curvature_servers
     trains = comm.rank < first
     side = cast(MPI.Intracomm, comm.Split(color=int(trains), key=comm.rank))

@@ -67,7 +67,7 @@ class Grid:
         self.world, self.column, self.row = (self._teams[n] for n in ("world", "column", "row"))
         self._progress: dict[str, ProgressThread] = {}
         self.trace = trace
-        self.combiner, self.encoded, self._buffers = _senders(trace)
+        self.combiner, self.encoded, self._buffers = _senders(trace, comm)
 
     def apart(self) -> Grid:
         """Return a grid with the same communicators, but separate message state.
@@ -79,7 +79,7 @@ class Grid:
             thread.flush()
         apart = copy.copy(self)
         apart.trace = Trace()
-        apart.combiner, apart.encoded, apart._buffers = _senders(apart.trace)
+        apart.combiner, apart.encoded, apart._buffers = _senders(apart.trace, self.world)
         return apart
 
     @property
@@ -207,6 +207,9 @@ class Grid:
         No messages can be sent afterwards.
 
         Collective over: world.
+
+        Raises:
+            UserError: other ranks do not send an overlapped message of this rank.
         """
         for thread in self._progress.values():
             thread.close()
@@ -256,7 +259,7 @@ def _groups(world: MPI.Intracomm, tp_plan: TensorParallelPlan) -> dict[str, MPI.
     return parts
 
 
-def _senders(trace: Trace) -> tuple[Combiner, Encoded, Buffers]:
+def _senders(trace: Trace, comm: MPI.Intracomm) -> tuple[Combiner, Encoded, Buffers]:
     """Return the objects that send messages, in their initial states."""
-    direct = cuda_aware()
+    direct = cuda_aware(comm)
     return Combiner(trace), Encoded(direct), Buffers(trace, direct)

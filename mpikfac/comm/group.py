@@ -39,7 +39,7 @@ class Group:
         self._comm.name = name
         self.size, self.member, self.trace = self._comm.size, self._comm.rank, trace
         self._compared = 0  # number of exchanges compared so far
-        self._buffers = Buffers(trace, cuda_aware())
+        self._buffers = Buffers(trace, cuda_aware(comm))
 
     def free(self) -> None:
         """Free the communicator.

@@ -13,11 +13,12 @@ from typing import NamedTuple, TypeAlias, cast
 
 import torch
 
-from mpikfac.comm.mpi import LAUNCHERS, MPI, missing
+from mpikfac.comm.mpi import LAUNCHERS, MPI, TORCHRUN, missing
+from mpikfac.comm.process_group import ProcessGroupComm, connected, over
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError, looks
 
 Comm: TypeAlias = "MPI.Intracomm"
-"""An intracommunicator of mpi4py."""
+"""An intracommunicator of mpi4py, or what `over` returns."""
 
 
 class Maker(NamedTuple):
@@ -45,15 +46,22 @@ log = logging.getLogger("mpikfac")
 def world() -> MPI.Intracomm:
     """Start MPI, and return the communicator of all ranks.
 
-    Without an MPI library, the process runs alone, after a warning.
+    If torch.distributed connects several processes and MPI does not, return one over its process
+    group, see `over`. Otherwise, without an MPI library, the process runs alone, after a warning.
 
     Collective over: none.
 
     Raises:
-        SystemExit: with code 2, after one line with the reason: a launcher started N jobs of size
-            1, or this is a worker process, such as a data loader's.
+        SystemExit: with code 2, after one line with the reason: `torchrun` started processes that
+            are not connected yet, a launcher started N jobs of size 1, or this is a worker process,
+            such as a data loader's.
     """
     comm = MPI.COMM_WORLD
+    if comm.size == 1 and connected() > 1:
+        return over()
+    if TORCHRUN in os.environ and comm.size == 1:
+        _refuse_unconnected(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+        return comm
     for size_name, rank_name in LAUNCHERS:
         claimed = int(os.environ.get(size_name, "0"))
         if claimed and comm.size == 1:
@@ -70,6 +78,19 @@ def _tell_alone() -> None:
     log.warning("%s: this process runs alone; for several ranks, %s", missing(), REMEDY)
 
 
+def _refuse_unconnected(claimed: int, rank: int) -> None:
+    if claimed == 1:
+        return
+    if rank == 0:
+        print(
+            f"mpikfac: torchrun started {claimed} processes, which are not connected: call "
+            f"torch.distributed.init_process_group before K-FAC, or start the program with mpirun",
+            file=sys.stderr,
+            flush=True,
+        )
+    raise SystemExit(USAGE_ERROR)
+
+
 def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
     if rank == 0 and missing():
         text = f"{name}={claimed}, but several ranks need MPI ({missing()}): {REMEDY}"
@@ -84,6 +105,23 @@ def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
             flush=True,
         )
     raise SystemExit(USAGE_ERROR)
+
+
+def check_connected(comm: Comm) -> None:
+    """Check that the job of a communicator has all processes that torch.distributed connects.
+
+    Collective over: none.
+
+    Raises:
+        ValueError: torch's launcher started the processes, so MPI could not average over them.
+    """
+    if connected() > 1 and not isinstance(comm, ProcessGroupComm):
+        ranks = MPI.COMM_WORLD.size
+        if connected() > ranks:
+            raise ValueError(
+                f"torch.distributed connects {connected()} processes, but MPI connects {ranks}: "
+                f"pass comm=mpikfac.over(), or start the program with mpirun"
+            )
 
 
 def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
@@ -110,11 +148,16 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
     return chosen
 
 
-def cuda_aware() -> bool:
-    """Return whether MPI accepts device buffers; MPIKFAC_CUDA_AWARE=0 or 1 overrides the result."""
+def cuda_aware(comm: Comm | None = None) -> bool:
+    """Return whether MPI, or a process group `comm`, accepts device buffers.
+
+    MPIKFAC_CUDA_AWARE=0 or 1 overrides the result.
+    """
     override = os.environ.get("MPIKFAC_CUDA_AWARE")
     if override is not None:
         return override == "1"
+    if isinstance(comm, ProcessGroupComm):
+        return comm.direct
     maker = _maker()
     if maker is None:  # without a GPU, MPI returns true if it can load a driver
         return False

@@ -1,6 +1,7 @@
 """Start MPI when a program first uses it, in `world()`, and not on import.
 
-If no MPI library is found, a stand-in with a single rank takes its place.
+If no MPI library is found, or `torchrun` started the process, a stand-in with a single rank takes
+its place. Its constants are also those of process groups.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ LAUNCHERS = (
     ("SLURM_NTASKS", "SLURM_PROCID"),
 )
 """The environment variables in which launchers pass the number of ranks and the rank."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""The environment variable by which a process knows that `torchrun` started it."""
+
+THREADS = 3  # THREAD_MULTIPLE, as a process group is used by several threads
 
 
 class _Done:
@@ -81,27 +86,33 @@ def _copied(value: object) -> object:
 
 
 def _alone() -> Any:
-    """Return the names of `mpi4py.MPI` that a single process needs."""
+    """Return the names of `mpi4py.MPI` that a single process or a process group needs."""
     return SimpleNamespace(
+        BAND="logical and of bits",
         COMM_WORLD=_Alone(),
         COMM_TYPE_SHARED=0,
         Comm=_Alone,
         Exception=type("Exception", (RuntimeError,), {}),
         Finalize=lambda: None,
         Get_library_version=lambda: "no MPI library",
-        IN_PLACE=None,
+        IN_PLACE="in place",
         Intercomm=_Alone,
         Intracomm=_Alone,
-        Op=SimpleNamespace(Create=lambda *_, **__: None),
-        SUM=None,
+        Op=SimpleNamespace(Create=lambda *_, **__: "sum of bfloat16"),
+        Query_thread=lambda: THREADS,
+        SUM="sum",
+        THREAD_MULTIPLE=THREADS,
     )
 
 
 class _OnDemand:
     """The names of `mpi4py.MPI`; using the first one imports it and starts MPI.
 
+    Under `torchrun`, MPI is not started, unless the program has done so: each process would be an
+    MPI job of its own.
+
     Attributes:
-        missing: why no MPI library was loaded; "" if one was.
+        missing: why no MPI library could be loaded; "" if one was, or was not needed.
     """
 
     def __init__(self) -> None:
@@ -110,10 +121,13 @@ class _OnDemand:
     def __getattr__(self, name: str) -> Any:
         _refuse_in_worker()
         missing = ""
-        try:
-            from mpi4py import MPI as library
-        except (ImportError, RuntimeError) as error:
-            missing, library = str(error).partition("\n")[0], _alone()
+        if TORCHRUN in os.environ and "mpi4py.MPI" not in sys.modules:
+            library = _alone()
+        else:
+            try:
+                from mpi4py import MPI as library
+            except (ImportError, RuntimeError) as error:
+                missing, library = str(error).partition("\n")[0], _alone()
         vars(self).update(vars(library), missing=missing)
         return getattr(library, name)
 
@@ -151,4 +165,4 @@ def missing() -> str:
     return str(getattr(MPI, "missing", ""))
 
 
-__all__ = ["LAUNCHERS", "MPI", "missing"]
+__all__ = ["LAUNCHERS", "MPI", "TORCHRUN", "missing"]

@@ -10,19 +10,18 @@ fast, nothing is sent.
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import os
 import platform
 import sys
-import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
-from mpikfac.comm.job import Comm, survives
+from mpikfac.comm.job import Comm, survives, world
 from mpikfac.comm.mpi import MPI
 from mpikfac.errors import CRASH, USAGE_ERROR, UserError, looks
 
@@ -133,13 +132,13 @@ class Watch:
         """
         self.trainers += 1
         self.move(None)
+        threads = met and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        if (threads or self._limit) and not self._thread.is_alive() and not self._closed.is_set():
+            self._thread.start()  # first, as other ranks may never make a trainer
         if met and self._ring is None:
             self._ring = MPI.COMM_WORLD.Dup()
             atexit.register(self._end_program)
             sys.excepthook = partial(self._on_failure, sys.excepthook)
-        threads = met and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        if (threads or self._limit) and not self._thread.is_alive() and not self._closed.is_set():
-            self._thread.start()
 
     def move(self, place: Place | None) -> None:
         """Record that the rank is in a step or, with None, between two steps."""
@@ -152,6 +151,13 @@ class Watch:
         report(*failure)
 
     def _run(self) -> None:
+        try:
+            self._look_until_closed()
+        except Exception as error:
+            about = " ".join(f"{type(error).__name__}: {error}".split())
+            _print(f"the watch of rank {MPI.COMM_WORLD.rank} ends, so a hang has no limit: {about}")
+
+    def _look_until_closed(self) -> None:
         moves, still, sent = -1, 0.0, False
         while not self._closed.wait(LOOK):
             place = self._place
@@ -216,20 +222,18 @@ class Watch:
             )
 
     def _end_at_limit(self, place: Place | None) -> NoReturn:
-        self._send(STACKS, every=True)
         where = "between two steps" if place is None else f"in {place}"
-        self._write_stacks(f"no progress for {self._limit:g} s, {where}")
-        time.sleep(LEAVE + LOOK)
-        os._exit(CRASH)
+        try:
+            self._send(STACKS, every=True)
+            self._write_stacks(f"no progress for {self._limit:g} s, {where}")
+            time.sleep(LEAVE + LOOK)
+        finally:  # also if stderr is closed
+            os._exit(CRASH)
 
     def _write_stacks(self, why: str) -> None:
         """Write this rank's stack traces."""
-        with tempfile.TemporaryFile() as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            stacks = file.read().decode()
-        world = MPI.COMM_WORLD
-        _print(f"rank {world.rank} of {world.size}, {platform.node()}: {why}; stacks:\n{stacks}")
+        ranks, stacks = world(), "\n".join(_stacks())
+        _print(f"rank {ranks.rank} of {ranks.size}, {platform.node()}: {why}; stacks:\n{stacks}")
 
     def _end_program(self) -> None:
         """At the end of the program, wait for the previous rank, which might wait for this one.
@@ -283,6 +287,16 @@ def _limit() -> float | None:
     if not 0 < seconds < 1e9:
         raise UserError(f"{TIMEOUT}={text} must be a number of seconds > 0")
     return seconds
+
+
+def _stacks() -> Iterator[str]:
+    """Return the stack traces of all threads, line by line; no file is read or written."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for thread, frame in sys._current_frames().items():
+        yield f"Thread {names.get(thread, thread)} (most recent call first):"
+        for place, line in traceback.walk_stack(frame):
+            code = place.f_code
+            yield f'  File "{code.co_filename}", line {line} in {code.co_name}'
 
 
 def _abort(text: str) -> None:

@@ -4,6 +4,7 @@ from mpikfac.layers.calls import call_sizes as call_sizes
 from mpikfac.layers.convolution.layer import ConvLayer as ConvLayer
 from mpikfac.layers.coverage import Coverage as Coverage
 from mpikfac.layers.coverage import Rule as Rule
+from mpikfac.layers.coverage import check_any_covered as check_any_covered
 from mpikfac.layers.coverage import cover as cover
 from mpikfac.layers.coverage import covered_shapes as covered_shapes
 from mpikfac.layers.coverage import find_uncovered as find_uncovered

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from mpikfac.layers.kinds import KINDS, Kinds, maker_of, offer, same_as
+from mpikfac.layers.kinds import KINDS, Kinds, covered_base, maker_of, offer, same_as
 from mpikfac.layers.layer import Layer, NotCovered
 from mpikfac.layers.refusals import Refused, by_reason, check_names
 from mpikfac.layers.uncovered import Other, Statistic
@@ -182,6 +182,29 @@ def offers(
         f"{offer(kind, coverage.covers)}"
         for kind, modules in names.items()
     ]
+
+
+def check_any_covered(
+    model: nn.Module, layers: Sequence[Layer], coverage: Coverage | None = None
+) -> None:
+    """Check that K-FAC covers a layer, unless no module derives from a covered class.
+
+    Raises:
+        ValueError: only modules of derived classes, such as wrappers create, have trained
+            parameters that could be covered.
+    """
+    coverage = coverage or Coverage()
+    for name, module in model.named_modules() if not layers else ():
+        kind, base = type(module), covered_base(type(module), coverage.covers)
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        if base and trained and not maker_of(module, coverage.covers):
+            if within(name, coverage.skip):
+                continue
+            raise ValueError(
+                f"K-FAC covers no layer: {name or 'the model'} is a {kind.__name__}, a class "
+                f"derived from {base.__name__}, which can compute something else; use the plain "
+                f"model, or cover the class by coverage=mpikfac.Coverage(covers=...)"
+            )
 
 
 def within(name: str, chosen: Sequence[str]) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mpikfac.numerics import (
     Copies,
@@ -137,7 +138,7 @@ class Layer:
         """The layers to record: the layer itself, or one layer per group, with `group` set."""
         return [self]
 
-    def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[Attached]:
+    def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[RemovableHandle]:
         """Call `hook` after each forward call of a module of the layer; return what to remove.
 
         The hook runs before all hooks of the program, which could replace the module's output.

@@ -146,6 +146,12 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
+    for name in ("param_groups", "state"):
+        if not hasattr(optimizer, name):
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__} has no {name}; call super().__init__() in "
+                f"its constructor, or set {name} to that of the optimizer that it wraps"
+            )
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:  # "missing a required argument: 'closure'"

@@ -68,10 +68,11 @@ class StepGuard:
 
     def __init__(self, optimizer: Optimizer, trainer: object) -> None:
         self._optimizer, name = optimizer, type(trainer).__name__
-        alive = weakref.ref(trainer)
+        alive, guarded = weakref.ref(trainer), weakref.ref(optimizer)
 
-        def check(stepped: Optimizer, *_: object) -> None:
-            if alive() is None or stepped in self._stepping:
+        def check(*_: object) -> None:  # of a wrapper without hooks of its own, the wrapped one's
+            stepped = guarded()
+            if stepped is None or alive() is None or stepped in self._stepping:
                 return
             if stepped not in self._allowed:
                 raise ValueError(

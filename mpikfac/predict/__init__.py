@@ -1,5 +1,6 @@
 """Predict the step times of a plan on a machine."""
 
+from mpikfac.predict.costs import algorithm_seconds as algorithm_seconds
 from mpikfac.predict.costs import level_of as level_of
 from mpikfac.predict.machine import Level as Level
 from mpikfac.predict.machine import Machine as Machine

@@ -138,6 +138,19 @@ def round_seconds(one: Round, machine: Machine, sharing: int = 1) -> tuple[float
     return one.times * between.latency, one.times * max(one.size / inside.bandwidth, of_node)
 
 
+def algorithm_seconds(primitive: str, algorithm: str, parts: Parts, machine: Machine) -> float:
+    """Return the predicted seconds of a collective with an algorithm, whatever the library selects.
+
+    Args:
+        primitive: such as "Allreduce".
+        algorithm: such as "ring".
+        parts: the bytes of each rank's part.
+    """
+    together = machine.ranks_per_node or len(parts)
+    found = algorithms.rounds(primitive, algorithm, parts, together)
+    return sum(sum(round_seconds(one, machine)) for one in found)
+
+
 def level_of(sample: Sample, library: str = "Open MPI") -> Level:
     """Return the network level fitted to a measured collective, for unmeasured collectives."""
     line = fitted(sample.points)

@@ -86,7 +86,10 @@ def test_a_program_refuses_its_options_before_ranks_start(capsys, monkeypatch):
             "PBS_JOBID",
             "PBS knows a job's hosts; use mpirun -n 3 mpikfac train --lr=1",
         ),
-        ("PMIX_RANK", "PMIX_RANK is set: a rank cannot start ranks; leave out mpirun or srun"),
+        (
+            "PMIX_RANK",
+            "PMIX_RANK is set: a rank cannot start ranks; leave out mpirun, srun or torchrun",
+        ),
     ],
 )
 def test_a_job_of_a_scheduler_starts_ranks_itself(capsys, monkeypatch, variable, words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import mpikfac
 from mpikfac_apps.populations import selection
 from mpikfac_apps.populations.crew import Crew, divided
 from mpikfac_apps.populations.options import parse
+from mpikfac_apps.populations.run import PopulationRun
 from mpikfac_apps.populations.selection import Parents
 from mpikfac_apps.training.parts.problem import first_model
 from support.launch import TRAIN, launch
@@ -172,6 +174,34 @@ def test_members_say_how_they_begin(caplog):
     assert told[0] == "member 0 starts with lr 0.25"
     assert told[1] == f"member 1 starts with lr {crew.members[1].numbers['lr']:.3g}" != told[0]
     crew.close()
+
+
+def test_a_member_with_kfac_tells_its_own_rate(caplog):
+    """Oracle: the numbers of the line before, to six digits."""
+    options = parse(["--population.members=2"], 1)
+    with caplog.at_level("INFO", "mpikfac"):
+        crew = Crew(mpikfac.world(), options, torch.device("cpu"))
+    told = [text for text in caplog.messages if text.startswith("preconditioner ")]
+    for text, member in zip(told, crew.members.values(), strict=True):
+        assert f"learning rate {member.numbers['lr']:g}," in text
+        assert member.lr(0) == pytest.approx(member.numbers["lr"])
+    crew.close()
+
+
+@pytest.mark.parametrize(
+    ("every", "told"),
+    [
+        (3, "a selection every 3"),
+        (4, "no selection: population.every=4 must be less than 4 steps"),
+    ],
+)
+def test_a_selection_that_never_happens_is_told(every, told, tmp_path):
+    """Oracle: the four steps of an epoch; there is no selection after the last step."""
+    options = parse([f"--population.every={every}", "--epochs=1", f"--run_dir={tmp_path}"], 1)
+    guard = SimpleNamespace()
+    run = PopulationRun(mpikfac.world(), options, guard, torch.device("cpu"))
+    assert run.summary().endswith(told)
+    run.crew.close()
 
 
 # -- runs ------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import mpikfac
 from mpikfac_apps.lab.study import results, spec, study
 from mpikfac_apps.lab.study.report import page as report
 from mpikfac_apps.lab.study.report import pictures, style
-from mpikfac_apps.lab.study.report.findings import findings
+from mpikfac_apps.lab.study.report.findings import against_sgd, findings
 from mpikfac_apps.lab.study.seeds import doubt, mean_of, student
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import ms
@@ -216,7 +216,8 @@ def test_sentences_compare_medians_over_seeds(tmp_path):
     for cell in wanted.cells:
         fill(tmp_path, cell, speeds=[120e3 / steps[cell.strategy][cell.options.seed]] * 3)
     text = sentences(wanted, tmp_path)
-    pace = "mem-opt has the fastest K-FAC step (75.0 ms, 1.50 times SGD's)"
+    ratio = "1.50 times SGD's, but seeds differ by more"
+    pace = f"mem-opt has the fastest K-FAC step (75.0 ms, {ratio})"
     assert f"On 2 ranks, {pace} and comm-opt the slowest (90.0 ms)." in text
     assert "was run once" not in text
 
@@ -438,6 +439,34 @@ def test_variants_differ_by_more_than_colour():
     assert len({(kind["marker"], kind["linestyle"]) for kind in kinds}) == 24
     assert len({(kind["color"], kind["linestyle"]) for kind in kinds}) == 24
     assert len({kind["marker"] for kind in kinds[:11]}) == 11
+
+
+@pytest.mark.parametrize(
+    ("steps", "sgd", "told"),
+    [
+        ([0.9, 1.0, 1.1], [0.95, 1.05, 1.1], ", 0.95 times SGD's, but seeds differ by more"),
+        ([1.99, 2.0, 2.01], [0.99, 1.0, 1.01], ", 2.00 times SGD's"),
+        ([1.0], [1.0], ", 1.00 times SGD's"),
+        ([2.0], [], ""),
+    ],
+)
+def test_a_ratio_that_could_be_1_says_so(steps, sgd, told):
+    """Oracle: intervals of 95 % by hand: half of them is 0.25 in the first case."""
+    assert against_sgd(steps, sgd) == told
+
+
+@pytest.mark.parametrize(
+    ("heights", "placed"),
+    [
+        ([0.5, 0.1], [0.5, 0.1]),
+        ([0.5, 0.5, 0.55], [0.5, 0.6, 0.7]),
+        ([0.95, 1.0, 0.0], [0.9, 1.0, 0.0]),
+        ([-0.2, 0.0], [0.0, 0.1]),
+    ],
+)
+def test_names_beside_a_panel_do_not_cover_each_other(heights, placed):
+    """Oracle: by hand: at least 0.1 apart, from 0 to 1, in the order of the heights."""
+    assert style.spread(heights, 0.1) == pytest.approx(placed)
 
 
 def test_communication_is_told_from_computing_without_colours():

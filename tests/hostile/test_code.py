@@ -9,18 +9,18 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 import mpikfac
-from mpikfac_apps.inspecting import export, inspect
-from mpikfac_apps.lab.study import compare
+from mpikfac_apps.launching import programs
+from mpikfac_apps.launching.programs import PROGRAMS
 from mpikfac_apps.options.fields import possible
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.training import settings, train
-from mpikfac_apps.training.testing import evaluate
 
 CODE = """
 from pathlib import Path
@@ -82,20 +82,37 @@ def forged(finished: Path, run: Path, hidden: bool, **values: object) -> Path:
 def ended(program: Callable[[Sequence[str]], int], *arguments: str) -> None:
     """Run a program up to its end, or up to its refusal."""
     with contextlib.suppress(SystemExit, ValueError):
-        program(list(arguments))
+        program([*arguments])
 
 
-def programs(run: Path) -> None:
-    """Start every program that reads the directory of a run."""
-    copy = run.with_name("copy")
-    for resume, given in (("auto", ()), ("auto", ("--model=digits_cnn", "--metrics=[]"))):
-        ended(train.main, f"--run_dir={run}", f"--resume={resume}", "--max_steps=2", *given)
-    for source in (run, run / "checkpoints" / "step-000000001"):
-        ended(train.main, f"--run_dir={copy}", f"--resume={source}", "--max_steps=2")
-    ended(evaluate.main, str(run))
-    ended(inspect.main, str(run))
-    ended(export.main, str(run), f"--weights={run / 'model.pt'}")
-    ended(compare.main, str(run), str(run))
+FORMS = (
+    ("RUN",),
+    ("--run_dir=RUN", "--resume=auto"),
+    ("--run_dir=COPY", "--resume=RUN"),
+    ("--run_dir=COPY", "--resume=RUN/checkpoints/step-000000001"),
+)
+"""How a program of the command line can be given the directory of a run."""
+FURTHER = {
+    "train": ("--max_steps=2",),
+    "train-population": ("--max_steps=2", "--population.members=2", "--population.every=1"),
+    "export": ("--weights=COPY.pt",),
+    "compare": ("RUN",),
+    "study": ("--runs=COPY",),
+}
+"""Options without which a program refuses its arguments, or takes long."""
+
+
+def start_all(run: Path) -> None:
+    """Start every program of the command line with the directory of a run, in every form."""
+    named = {"RUN": str(run), "COPY": str(run.with_name("copy"))}
+    for name in PROGRAMS:
+        for form in FORMS:
+            arguments = [*form, *FURTHER.get(name, ())]
+            for word, path in named.items():
+                arguments = [argument.replace(word, path) for argument in arguments]
+            ended(partial(programs.run, name), *arguments)
+    replaced = ("--model=digits_cnn", "--metrics=[]", "--max_steps=2")
+    ended(partial(programs.run, "train"), f"--run_dir={run}", "--resume=auto", *replaced)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +128,7 @@ def test_no_program_executes_a_file_of_a_run_directory(
     if damaged:
         for file in (run / "checkpoints").glob("*/*.h5"):
             file.write_bytes(file.read_bytes()[:-1])
-    programs(run)
+    start_all(run)
     assert not code.with_suffix(".ran").exists()
 
 

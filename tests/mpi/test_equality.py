@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
+import mpikfac.lab
 from mpikfac import KFAC, FirstOrderTrainer, MemOpt, RanksDifferError, Strategy
+from mpikfac.plan import NAMED
 from support import inside, problem
 from support.strategies import changed
 
@@ -46,10 +48,14 @@ class Counting(nn.Module):
         return x
 
 
-def made(comm, strategy: str, *further: nn.Module) -> KFAC | FirstOrderTrainer:
+def network(*further: nn.Module) -> nn.Sequential:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3), *further)
-    model = model.double().to(problem.DEVICE)
+    return model.double().to(problem.DEVICE)
+
+
+def made(comm, strategy: str, *further: nn.Module) -> KFAC | FirstOrderTrainer:
+    model = network(*further)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if STRATEGIES[strategy] is None:
         return FirstOrderTrainer(model, optimizer, comm)
@@ -153,6 +159,40 @@ def test_a_buffer_that_ranks_write_is_named_once(comm, strategy, caplog):
     told = [r.getMessage() for r in caplog.records if "has different values" in r.getMessage()]
     assert len(told) == (comm.rank == 0)
     assert all(line.startswith("buffer '4.seen' has different values on rank 1") for line in told)
+
+
+ALIKE = [
+    name
+    for name, named in NAMED.items()
+    if not named.strategy.sync.local_steps and name not in ("downpour", "curvature-servers")
+]
+"""Strategies whose ranks have equal weights between steps; test_asynchronous.py has the others."""
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
+@pytest.mark.parametrize("fault", ["restored", "flipped", "buffer"])
+@pytest.mark.parametrize("name", ALIKE)
+def test_every_named_strategy_tells_a_difference(comm, name, fault, caplog):
+    """Oracle: the same text on all ranks with the weight's name, or one line about the buffer."""
+    strategy, settings = mpikfac.get_strategy(name)
+    model = network(Counting(comm.rank if fault == "buffer" else 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    try:
+        trainer = KFAC(model, optimizer, comm, strategy, damping=0.01, **settings)
+    except ValueError as refusal:
+        pytest.skip(f"{RANKS} ranks: {refusal}")
+    named = steps_until_named(trainer, comm.rank, 3)
+    assert named is None
+    if fault != "buffer" and comm.rank == comm.size - 1:
+        with torch.no_grad():
+            {"restored": restored, "flipped": flipped}[fault](model[3].weight)
+    named = steps_until_named(trainer, comm.rank, 6 * EVERY)
+    if fault == "buffer":
+        told = [r.getMessage() for r in caplog.records if "has different values" in r.getMessage()]
+        assert named is None and len(told) == (comm.rank == 0)
+    else:
+        assert len(set(comm.allgather(named))) == 1
+        assert str(named).startswith("parameter '3.weight' ")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -15,54 +15,10 @@ import mpikfac
 from mpikfac import CommOpt, FirstOrderTrainer, MemOpt, Strategy, Transport
 from mpikfac.lab import DASO, DiLoCo, LocalSGD, Parle
 from mpikfac.lab.local_sgd.messages import PlannedCopies
+from mpikfac_apps.lab.reproduce import rules
+from mpikfac_apps.lab.reproduce.rules import LEADER, STREAM
 from support import inside, problem
-from support.copies import (
-    DILOCO,
-    ELASTIC,
-    LEADER,
-    MOMENTUM,
-    PER_NODE,
-    RATE,
-    SIZE,
-    STREAM,
-    kfac_of,
-    quadratic,
-    trained,
-    trainer_of,
-)
-
-
-def within(nodes, numbers):
-    """Return the means of neighbouring ranks, so many nodes, for each rank."""
-    means = numbers.reshape(nodes, -1, SIZE).mean(1, keepdims=True)
-    return np.broadcast_to(means, (nodes, len(numbers) // nodes, SIZE)).reshape(numbers.shape)
-
-
-def expected(ranks, steps, every, begin=0, outer_lr=1.0, outer_momentum=0.0, nodes=None):
-    """Return the weights of all ranks after each step: the rules in numpy, rank by rank.
-
-    The rules of local SGD [Lin et al. 2020] and DiLoCo [Douillard et al. 2023].
-    """
-    losses = [quadratic(rank) for rank in range(ranks)]
-    w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
-    before, outer, found = w[0].copy(), np.zeros(SIZE), []
-    for step in range(steps):
-        g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(w, losses)])
-        g = within(nodes or ranks, g)
-        if step < begin or every == 1:
-            g = within(1, g)
-        v = MOMENTUM * v + g
-        w = w - RATE * v
-        if step < begin:
-            before = w[0].copy()
-        elif every > 1 and (step + 1 - begin) % every == 0:
-            change = before - w.mean(0)
-            outer = outer_momentum * outer + change
-            before = before - outer_lr * (change + outer_momentum * outer)
-            w[:] = before
-        found.append(w.copy())
-    return found
-
+from support.copies import DILOCO, ELASTIC, PER_NODE, kfac_of, trained, trainer_of
 
 RULES = {
     "local SGD": LocalSGD(sync_every=3),
@@ -74,7 +30,7 @@ RULES = {
 
 
 def rule_of(sync):
-    """Return what `expected` needs of the rule of an exchange."""
+    """Return what `rules.infrequent` needs of an exchange."""
     rule = {"every": sync.sync_every, "begin": sync.warmup_steps}
     if isinstance(sync, DiLoCo):
         rule |= {"outer_lr": sync.outer_lr, "outer_momentum": sync.outer_momentum}
@@ -85,7 +41,7 @@ def rule_of(sync):
 def test_each_step_follows_the_rule(comm, name):
     """Oracle: the rule in numpy."""
     strategy = Strategy(MemOpt(), sync=RULES[name])
-    right = expected(comm.size, 9, **rule_of(RULES[name]))
+    right = rules.infrequent(comm.size, 9, **rule_of(RULES[name]))
     for found, of_ranks in zip(trained(comm, strategy, 9), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
 
@@ -96,26 +52,9 @@ def test_nodes_step_copies_by_their_mean_gradient(comm, name, per_node):
     """Oracle: the rule in numpy, of as many copies as nodes."""
     of_nodes = replace(RULES[name], replicas="node")
     strategy = Strategy(MemOpt(), sync=of_nodes, transport=Transport(ranks_per_node=per_node))
-    right = expected(comm.size, 9, **rule_of(of_nodes), nodes=comm.size // per_node)
+    right = rules.infrequent(comm.size, 9, **rule_of(of_nodes), nodes=comm.size // per_node)
     for found, of_ranks in zip(trained(comm, strategy, 9), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-11, atol=1e-12)
-
-
-def late_means(ranks, steps, nodes, every=4, late=2):
-    """Return the weights of all ranks after each step: DASO in numpy [Coquelin et al. 2022]."""
-    losses = [quadratic(rank) for rank in range(ranks)]
-    w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
-    sent, found = {}, []
-    for step in range(steps):
-        g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(w, losses)])
-        v = MOMENTUM * v + within(nodes, g)
-        w = w - RATE * v
-        if (step + 1) % every == 0:
-            sent[step + late] = nodes * w.mean(0)
-        if step in sent:
-            w = (2 * late * w + sent[step]) / (2 * late + nodes)
-        found.append(w.copy())
-    return found
 
 
 @pytest.mark.parametrize("per_node", mpikfac.plan.divisors(mpikfac.world().size))
@@ -124,7 +63,7 @@ def test_one_rank_of_each_node_sends_by_turns(comm, per_node):
     transport = Transport(ranks_per_node=per_node)
     strategy = Strategy(MemOpt(), sync=DASO(sync_every=4, delay=2), transport=transport)
     nodes = comm.size // per_node
-    right = late_means(comm.size, 15, nodes)
+    right = rules.daso(comm.size, 15, nodes)
     for found, of_ranks in zip(trained(comm, strategy, 15), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-11, atol=1e-12)
     model = problem.network()
@@ -155,48 +94,13 @@ def test_the_best_node_leads(comm):
     torch.testing.assert_close(problem.state(model), before[-1])
 
 
-def led(ranks, steps, per_node=1, every=3, begin=0, copies=None, node_every=None):
-    """Return the weights of all ranks after each step: LSGD in numpy [Teng et al. 2019].
-
-    With `copies`, neighbouring ranks step a copy together; the sum of their losses decides. The
-    losses are those since a leader last changed.
-    """
-    losses = [quadratic(rank) for rank in range(ranks)]
-    nodes = [range(ranks)] + [range(n, n + per_node) for n in range(0, ranks, per_node)]
-    nodes = nodes if 1 < per_node < ranks else nodes[:1]
-    w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
-    leaders, heard, found = [w[0].copy() for _ in nodes], np.zeros(ranks), []
-    for step in range(steps):
-        of_ranks = np.array([((a @ own - b) ** 2).sum() / 2 for own, (a, b) in zip(w, losses)])
-        heard += of_ranks.reshape(copies or ranks, -1).sum(1).repeat(ranks // (copies or ranks))
-        g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(w, losses)])
-        g = within(1 if step < begin else copies or ranks, g)
-        v = MOMENTUM * v + g
-        w = w - RATE * v
-        if step < begin:
-            leaders, heard = [w[0].copy() for _ in nodes], np.zeros(ranks)
-            found.append(w.copy())
-            continue
-        periods = [every] + [node_every or every] * (len(nodes) - 1)
-        due = [(step + 1 - begin) % period == 0 for period in periods]
-        for place, node in enumerate(nodes):
-            if due[place]:
-                leaders[place] = w[min(node, key=heard.__getitem__)].copy()
-        heard, old = np.zeros(ranks) if any(due) else heard, w.copy()
-        for node, leader, now, period in zip(nodes, leaders, due, periods):
-            share = LEADER.leader_step if now else LEADER.leader_pull / period
-            w[node] += share * (leader - old[node])
-        found.append(w.copy())
-    return found
-
-
 @pytest.mark.parametrize("begin", [0, 2])
 @pytest.mark.parametrize("per_node", sorted({1, PER_NODE}))
 def test_each_step_follows_the_leaders(comm, per_node, begin):
     """Oracle: the rule in numpy, in one level and with leaders of nodes."""
     sync = replace(LEADER, warmup_steps=begin)
     strategy = Strategy(MemOpt(), sync=sync, transport=Transport(ranks_per_node=per_node))
-    right = led(comm.size, 10, per_node, begin=begin)
+    right = rules.lsgd(comm.size, 10, LEADER, per_node, begin=begin)
     for found, of_ranks in zip(trained(comm, strategy, 10), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
 
@@ -208,7 +112,7 @@ def test_the_leader_of_a_node_changes_more_often(comm, node_every, begin):
     """Oracle: the rule in numpy, with two periods; the plan's bytes, by stage."""
     sync = replace(LEADER, sync_every=6, warmup_steps=begin, local_sync_every=node_every)
     strategy = Strategy(MemOpt(), sync=sync, transport=Transport(ranks_per_node=PER_NODE))
-    right = led(4, 20, PER_NODE, 6, begin, node_every=node_every)
+    right = rules.lsgd(4, 20, LEADER, PER_NODE, 6, begin, node_every=node_every)
     for found, of_ranks in zip(trained(comm, strategy, 20), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
     model = problem.network()
@@ -248,52 +152,12 @@ def test_the_mean_of_the_copies_is_the_state_of_the_run(comm):
     torch.testing.assert_close(problem.state(model), torch.stack(copies).mean(0))
 
 
-def elastic(ranks, steps, begin=0, copies=None, rule=ELASTIC):
-    """Return the weights of all ranks after each step: Parle in numpy [Chaudhari et al. 2018].
-
-    Both pulls grow with the exchanges so far, the present one included, and never above 1 and 10
-    in the authors' program. With `copies`, neighbouring ranks step a copy together.
-    """
-    losses = [quadratic(rank) for rank in range(ranks)]
-    y, v, found = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE)), []
-    x, z, outer = y.copy(), y.copy(), np.zeros((ranks, SIZE))
-
-    def grown(pull, most, exchanges):
-        return min(pull * (1 + rule.growth) ** exchanges, most)
-
-    for step in range(steps):
-        exchanges = max(0, step - begin) // 4
-        g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(y, losses)])
-        if step < begin:
-            g = within(1, g)
-        else:
-            gamma = grown(rule.gamma, rule.max_gamma, exchanges)
-            g = within(copies or ranks, g) + gamma * (y - x)
-        v = MOMENTUM * v + g
-        y = y - RATE * (g + MOMENTUM * v)
-        z = rule.alpha * z + (1 - rule.alpha) * y
-        if step < begin:
-            x, z = y.copy(), y.copy()
-        elif (step + 1 - begin) % 4 == 0:
-            rho = grown(rule.rho, rule.max_rho, exchanges + 1)
-            d = (x - z) + rho * (x - z.mean(0))
-            outer = rule.outer_momentum * outer + d
-            x = x - rule.outer_lr * (d + rule.outer_momentum * outer)
-            y, z = x.copy(), x.copy()
-        found.append(y.copy())
-    return found
-
-
-PAPER = Parle(sync_every=4, growth=0.5, outer_lr=0.1, outer_momentum=0.9)
-"""The authors' numbers, with a growth that reaches both limits within 60 steps."""
-
-
 @pytest.mark.parametrize("begin", [0, 2])
-@pytest.mark.parametrize("rule", [ELASTIC, PAPER, replace(ELASTIC, outer_momentum=0.0)])
+@pytest.mark.parametrize("rule", [ELASTIC, rules.PARLE, replace(ELASTIC, outer_momentum=0.0)])
 def test_each_step_is_elastic(comm, rule, begin):
     """Oracle: the rule in numpy, with Nesterov's momentum inside, and outside in two cases."""
     strategy = Strategy(MemOpt(), sync=replace(rule, warmup_steps=begin))
-    right = elastic(comm.size, 60, begin, rule=rule)
+    right = rules.parle(comm.size, 60, rule, begin)
     for found, of_ranks in zip(trained(comm, strategy, 60, nesterov=True), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-11, atol=1e-12)
 
@@ -307,8 +171,8 @@ def test_pulls_that_grow_for_long_stay_finite(comm):
 
 
 OF_NODES = {
-    "LSGD": (LEADER, led, {}),
-    "Parle": (ELASTIC, elastic, {"nesterov": True}),
+    "LSGD": (LEADER, rules.lsgd, {}),
+    "Parle": (ELASTIC, rules.parle, {"nesterov": True}),
 }
 
 
@@ -325,7 +189,7 @@ def test_copies_of_nodes_that_stay_apart_follow_the_rule(comm, name, per_node, b
     """Oracle: the rule in numpy, of as many copies as nodes."""
     sync, rule, settings = OF_NODES[name]
     strategy = between_nodes(replace(sync, warmup_steps=begin), per_node)
-    right = rule(comm.size, 14, begin=begin, copies=comm.size // per_node)
+    right = rule(comm.size, 14, sync, begin=begin, copies=comm.size // per_node)
     for found, of_ranks in zip(trained(comm, strategy, 14, **settings), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
 
@@ -398,38 +262,12 @@ def test_the_ranks_of_a_node_go_on_with_one_momentum(comm, kind):
     assert not torch.equal(states[0], states[2])
 
 
-def streamed(ranks, steps, every=4, late=3, share=0.3, outer_lr=0.7, outer_momentum=0.9, begin=0):
-    """Return the weights of all ranks after each step: Streaming DiLoCo in numpy.
-
-    The weights are the first part of two, and votes the second [Douillard et al. 2025].
-    """
-    losses = [quadratic(rank) for rank in range(ranks)]
-    w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
-    before, outer, sent, found = w[0].copy(), np.zeros(SIZE), {}, []
-    for step in range(steps):
-        g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(w, losses)])
-        if step < begin:
-            g[:] = g.mean(0)
-        v = MOMENTUM * v + g
-        w = w - RATE * v
-        if step < begin:
-            before = w[0].copy()
-        elif (step + 1 - begin) % every == every // 2:
-            sent[step + late] = before - w.mean(0)
-        if step in sent:
-            outer = outer_momentum * outer + sent[step]
-            before = before - outer_lr * (sent[step] + outer_momentum * outer)
-            w = share * w + (1 - share) * before
-        found.append(w.copy())
-    return found
-
-
 @pytest.mark.parametrize("begin", [0, 3])
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_each_step_of_a_stream_follows_the_rule(comm, late, begin):
     """Oracle: the rule in numpy."""
     strategy = Strategy(MemOpt(), sync=replace(STREAM, delay=late, warmup_steps=begin))
-    right = streamed(comm.size, 15, late=late, begin=begin)
+    right = rules.streaming_diloco(comm.size, 15, late=late, begin=begin)
     for found, of_ranks in zip(trained(comm, strategy, 15), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
 

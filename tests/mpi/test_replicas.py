@@ -12,8 +12,9 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac import CommOpt, FirstOrderTrainer, MemOpt, Strategy, Synchronous, Transport
 from mpikfac.lab import DASO, LSGD, LocalSGD
+from mpikfac_apps.lab.reproduce.rules import STREAM
 from support import inside, problem
-from support.copies import DILOCO, ELASTIC, PER_NODE, STREAM, kfac_of, trainer_of
+from support.copies import DILOCO, ELASTIC, PER_NODE, kfac_of, trainer_of
 
 
 def test_local_kfac_preconditions_the_ranks_own_gradient(comm):

@@ -15,8 +15,9 @@ from mpikfac import FirstOrderTrainer, MemOpt, Strategy, Synchronous
 from mpikfac.lab import CenteredClipping, GeometricMedian, Krum, Median, Safeguard, TrimmedMean
 from mpikfac.numerics import by_vector
 from mpikfac.plan import stages
+from mpikfac_apps.lab.reproduce.rules import MOMENTUM, RATE, SIZE, quadratic
 from support import inside, problem
-from support.copies import MOMENTUM, RATE, SIZE, kfac_of, quadratic, trained, trainer_of
+from support.copies import kfac_of, trained, trainer_of
 
 ROBUST = [
     Median(),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import nn
 
 import mpikfac
 from mpikfac import CommOpt, FirstOrderTrainer, MemOpt, NoGrafting, Strategy
-from mpikfac.lab import LSGD, DiLoCo, Parle
+from mpikfac.lab import DiLoCo, Parle
+from mpikfac_apps.lab.reproduce.rules import MOMENTUM, RATE, SIZE, quadratic
 from support import problem
 
-RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
 PER_NODE = 2 if mpikfac.world().size == 4 else 1
 DILOCO = DiLoCo(sync_every=2)
-LEADER = LSGD(sync_every=3, leader_step=0.2, leader_pull=0.3)
 ELASTIC = Parle(
     sync_every=4,
     gamma=0.05,
@@ -26,13 +24,6 @@ ELASTIC = Parle(
     outer_lr=0.9,
     outer_momentum=0.8,
 )
-STREAM = DiLoCo(sync_every=4, fragments=2, delay=3, mixing=0.3)
-
-
-def quadratic(rank):
-    """Return the matrix and the target of a rank's loss `|A w - b|^2 / 2`."""
-    random = np.random.default_rng(rank)
-    return random.normal(size=(8, SIZE)), random.normal(size=8)
 
 
 def trained(comm, strategy, steps, nesterov=False):

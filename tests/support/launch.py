@@ -36,15 +36,26 @@ def launch(
         subprocess.TimeoutExpired: after `timeout` seconds at the machine's pace; no process of the
             job is left.
     """
-    ended = _ended(ranks, args, timeout, env)
-    return _ended(ranks, args, timeout, env) if NOT_STARTED in ended.stderr else ended
+    ended = _ended(start(ranks, *args, env=env), timeout)
+    if NOT_STARTED in ended.stderr:
+        ended = _ended(start(ranks, *args, env=env), timeout)
+    return ended
 
 
-def _ended(
-    ranks: int, args: Sequence[str], timeout: float, env: dict[str, str] | None
-) -> subprocess.CompletedProcess[str]:
-    """Return the result of a single start; see `launch`."""
-    with start(ranks, *args, env=env) as job:
+def torchrun(ranks: int, *args: str, timeout: float = LIMIT) -> subprocess.CompletedProcess[str]:
+    """Return the end of `torchrun --nproc-per-node ranks args...`, with the job's output.
+
+    Raises:
+        subprocess.TimeoutExpired: after `timeout` seconds at the machine's pace; no process of the
+            job is left.
+    """
+    run = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return _ended(_begun([sys.executable, *run, *args]), timeout)
+
+
+def _ended(job: subprocess.Popen[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Return the result of a job that has been started; see `launch`."""
+    with job:
         try:
             output, errors = job.communicate(timeout=paced(timeout))
         except subprocess.TimeoutExpired as expired:
@@ -77,8 +88,15 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start the job of `launch`; output goes to pipes, or together to `output`."""
     mpirun, flags = launcher()
+    command = [mpirun, *flags, "-n", str(ranks), sys.executable, "-m", "mpi4py", *args]
+    return _begun(command, env, output)
+
+
+def _begun(
+    command: Sequence[str], env: dict[str, str] | None = None, output: int | IO[str] = PIPE
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [mpirun, *flags, "-n", str(ranks), sys.executable, "-m", "mpi4py", *args],
+        command,
         env=environment() | (env or {}),
         stdin=subprocess.DEVNULL,
         stdout=output,

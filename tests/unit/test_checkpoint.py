@@ -450,7 +450,33 @@ def test_holders_that_differ_are_named() -> None:
         _assign([held(b=1), held(a=5), held(a=6)])
 
 
-@pytest.mark.parametrize("error", [MemoryError("no room"), KeyError("name"), RuntimeError("HDF5")])
+@pytest.mark.parametrize("where", ["write_shard", "_to_host"])
+@pytest.mark.parametrize(
+    "error", [MemoryError("room"), KeyError("name"), RuntimeError("HDF5"), TypeError("no type")]
+)
+def test_a_failed_write_in_the_background_leaves_the_next_one(
+    comm, tmp_path, monkeypatch, error, where
+):
+    """Oracle: the error of all ranks, and the checkpoint that is written next."""
+
+    def failing(*_):
+        raise error
+
+    writer = mpikfac.CheckpointWriter(comm, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(mpikfac.checkpoint.checkpoint, where, failing)
+        writer.begin({"a": torch.ones(3)}, 3)
+        with pytest.raises(mpikfac.UserError, match=f"{type(error).__name__}: "):
+            writer.commit()
+    assert not list(tmp_path.glob("*step-*"))
+    writer.begin({"a": torch.ones(3)}, 4)
+    assert writer.commit() == tmp_path / "step-000000004"
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("room"), KeyError("name"), RuntimeError("HDF5"), TypeError("no type")]
+)
 def test_a_write_that_fails_otherwise_is_an_error_of_all_ranks(comm, tmp_path, monkeypatch, error):
     """Oracle: the text; an error of files was the only one before."""
 

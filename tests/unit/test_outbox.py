@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from mpikfac import UserError
+from mpikfac.comm.messages import outbox as outbox_module
 from mpikfac.comm.messages.outbox import Outbox, Piece
 from mpikfac.plan import BATCH
 from support.pace import paced
@@ -226,6 +228,23 @@ def test_what_the_thread_meets_is_raised_wherever_a_message_is_waited_for(outbox
         outbox.put(number, 0, [Piece(1, broken)])
         with pytest.raises(OSError, match="the line is cut"):
             outbox.wait(number)
+
+
+def test_an_outbox_that_others_leave_alone_is_closed_with_an_error(line, monkeypatch):
+    """Oracle: by hand: the first piece is sent, and other ranks never have the second message."""
+    monkeypatch.setattr(outbox_module, "PATIENCE", 0.2)
+    others = {0}
+    box = Outbox(lambda ready: lambda: [number for number in ready if number in others])
+    box.put(0, 0, line.pieces("first", 1))
+    box.put(1, 0, line.pieces("second", 1))
+    threading.Timer(0.1, line.let_through, [1]).start()
+    with pytest.raises(UserError, match="other ranks do not send the messages"):
+        box.close()
+    assert line.arrived == ["first"]
+    others.add(1)
+    line.let_through(1)
+    box.close()
+    assert line.arrived == ["first", "second"]
 
 
 def test_nothing_can_be_put_into_a_closed_outbox(line, outbox):

@@ -21,7 +21,7 @@ from mpikfac import (
 )
 from mpikfac.comm.messages.outbox import BATCH
 from mpikfac.lab import LSGD, CurvatureServers, LocalSGD, ParameterServer
-from mpikfac.predict import Job, Level, Machine, Network, algorithms, costs, simulator
+from mpikfac.predict import Job, Level, Machine, Network, costs, simulator
 from mpikfac.predict.clients import play_clients
 from mpikfac.predict.simulator import Event, play, shares
 from mpikfac_apps.problems import models
@@ -431,38 +431,7 @@ def test_a_job_that_cannot_be_is_refused(change, told):
         mpikfac.predict.simulate(plan, MACHINE, dataclasses.replace(JOB, **change))
 
 
-# -- published numbers and orderings, to which nothing was fitted ----------------------------------
-
-MIB = 2**20
-
-
-def sent(plan, *kind):
-    """Return the MiB that a rank sends in a step, by stage."""
-    return {m.stage: round(m.wire / MIB) for m in plan.messages(0, *kind)}
-
-
-def test_bytes_of_resnet50_on_16_ranks(resnet50):
-    """Oracle: published bytes.
-
-    SC20's method sends 182 MiB of gradients, 1100 MiB of factors as squares (half as triangles) and
-    551 MiB of bases. With owners that update, a rank sends 275 MiB of factors and the 182 MiB
-    alone.
-    """
-    layers, others = resnet50
-    plan = make_plan(
-        layers, 16, Strategy(CommOpt(), transport=Transport(balanced_shards=False)), others, "eigen"
-    )
-    found = sent(plan, True, True)
-    assert found["reduce gradients"] == pytest.approx(182, abs=2)
-    assert 2 * found["reduce statistics"] == pytest.approx(1100, rel=0.01)
-    assert found["publish bases"] == pytest.approx(551, rel=0.01)
-    strategy = Strategy(
-        MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True),
-        transport=Transport(balanced_shards=False),
-    )
-    found = sent(make_plan(layers, 16, strategy, others), True, True)
-    assert found.pop("reduce statistics") == pytest.approx(275, rel=0.01)
-    assert sum(found.values()) == pytest.approx(182, abs=2)
+# -- bounds and orderings, to which nothing was fitted ---------------------------------------------
 
 
 def test_the_largest_factor_bounds_what_spreading_gains(resnet50):
@@ -497,22 +466,6 @@ def test_when_bases_are_cheaper_to_send_than_directions(name, interval, best, re
         for key, strategy in plans.items()
     }
     assert min(sent, key=sent.__getitem__) == best
-
-
-def test_times_of_64_gpus_that_nothing_was_fitted_to():
-    """Oracle: 0.146 s for inverses, measured [SPD-KFAC]; the network's rate is of factors.
-
-    The published collectives are NCCL's rings.
-    """
-    machine = mpikfac.predict.load_machine("rtx2080ti-ib100")
-    parts = [586.9 * MIB / 64] * 64
-
-    def seconds(primitive):
-        ring = algorithms.rounds(primitive, "ring", parts, 4)
-        return sum(sum(costs.round_seconds(one, machine)) for one in ring)
-
-    assert seconds("Allreduce") == pytest.approx(0.300, rel=0.01)
-    assert seconds("Allgatherv") == pytest.approx(0.146, rel=0.05)
 
 
 # -- clients and servers --------------------------------------------------------------------------

@@ -705,31 +705,66 @@ def test_other_lengths_need_no_rate(settings):
     assert torch.equal(*weights)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_global_hook_that_replaces_outputs_changes_no_factor(when):
+def tenfold(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+    return 10 * output
+
+
+def tenfold_in_place(_: nn.Module, __: object, output: torch.Tensor) -> None:
+    output.mul_(10)
+
+
+def of_all_modules(module: nn.Module, hook):
+    """Register a global hook that acts on one module."""
+
+    def on_one(called, *rest):
+        return hook(called, *rest) if called is module else None
+
+    return nn.modules.module.register_module_forward_hook(on_one)
+
+
+def of_all_modules_first(module: nn.Module, hook):
+    handle = of_all_modules(module, hook)
+    nn.modules.module._global_forward_hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+PROGRAM_HOOKS = {
+    "global": of_all_modules,
+    "first of all global": of_all_modules_first,
+    "of the module": lambda module, hook: module.register_forward_hook(hook),
+    "first of the module": lambda module, hook: module.register_forward_hook(hook, prepend=True),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after", "between two steps"])
+@pytest.mark.parametrize("changes", [tenfold, tenfold_in_place])
+@pytest.mark.parametrize("register", PROGRAM_HOOKS)
+def test_a_hook_that_changes_outputs_changes_no_factor(register, changes, when):
     """Oracle: the hook as a module of the model, behind the layer that it changes."""
 
     class Tenfold(nn.Module):
         def forward(self, x):
             return 10 * x
 
-    expected = trainer(nn.Sequential(*network(), Tenfold()).double())
-    learn(expected)
+    before = when == "between two steps"
+    expected = trainer(nn.Sequential(*network(), nn.Identity() if before else Tenfold()).double())
     model = network()
-    last = model[2]
-
-    def tenfold(module, _, output):
-        return 10 * output if module is last else None
-
-    kfac = trainer(model) if when == "before" else None
-    handle = nn.modules.module.register_module_forward_hook(tenfold)
+    kfac = trainer(model) if when != "before" else None
+    if before:
+        learn(kfac)
+        learn(expected)
+        expected.model[3].forward = Tenfold().forward
+    handle = PROGRAM_HOOKS[register](model[2], changes)
     kfac = kfac or trainer(model)
-    learn(kfac)
+    for one in (kfac, expected):
+        learn(one, seed=1)
     handle.remove()
     for mine, theirs in zip(averages(kfac), averages(expected), strict=True):
         torch.testing.assert_close(mine, theirs)
     kfac.close()
+    expected.close()
     assert not nn.modules.module._global_forward_hooks
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -742,11 +777,25 @@ class Lookahead(torch.optim.Optimizer):
         return self.base.step(closure)
 
 
+class Delegating(torch.optim.Optimizer):
+    """A wrapper that passes on all that it does not define, also the base's hooks."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+
+    def __getattr__(self, name):
+        return getattr(vars(self)["base"], name)
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+@pytest.mark.parametrize("wrapper", [Lookahead, Delegating])
 @pytest.mark.parametrize("make", [KFAC, FirstOrderTrainer])
-def test_a_wrapping_optimizer_steps(make):
+def test_a_wrapping_optimizer_steps(make, wrapper):
     """Oracle: the wrapped optimizer alone, to the last bit; a second step is refused."""
     weights = []
-    for wrap in (lambda base: base, Lookahead):
+    for wrap in (lambda base: base, wrapper):
         model = network()
         optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
         trained = make(model, optimizer, COMM)
@@ -756,6 +805,16 @@ def test_a_wrapping_optimizer_steps(make):
         with pytest.raises(ValueError, match="steps the optimizer itself"):
             optimizer.step()
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("missing", ["param_groups", "state"])
+def test_a_wrapping_optimizer_without_attributes_is_refused_with_a_remedy(missing):
+    """Oracle: the line."""
+    model = network()
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
+    delattr(optimizer, missing)
+    with pytest.raises(ValueError, match=rf"optimizer=Lookahead has no {missing}; call super\(\)"):
+        KFAC(model, optimizer, COMM)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -840,7 +899,8 @@ def test_a_trained_model_is_captured_and_trains_on(capture, training):
     assert all(map(torch.equal, *found))
 
 
-def test_a_thread_that_tests_the_model_interrupts_nothing(caplog):
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_thread_that_tests_the_model_interrupts_nothing(grad, caplog):
     """Oracle: a trainer without the thread; the log has no line about an interruption."""
     found = []
     for tests in (True, False):
@@ -848,7 +908,7 @@ def test_a_thread_that_tests_the_model_interrupts_nothing(caplog):
         x, y = batch()
 
         def test(_, kfac=kfac, x=x):
-            with torch.no_grad():
+            with torch.set_grad_enabled(grad):
                 kfac.model(x)
 
         def in_thread(_, test=test):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from support.launch import launch
+from support.launch import LIMIT, environment, launch
+from support.pace import paced
 
 SCRIPT = """
 import os, threading, time
@@ -14,7 +18,7 @@ import torch
 import mpikfac
 from mpikfac.comm import watch
 
-watch.LOOK, watch.LONG, watch.WAIT = 0.1, 0.5, WAITED
+watch.LOOK, watch.LONG, watch.WAIT, watch.LEAVE = 0.1, 0.5, WAITED, LEFT
 comm = mpikfac.world()
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 2)
@@ -35,9 +39,13 @@ def ended(
     ranks, steps="3", arguments="", settings="", scaled="False", after="", waited="60.0", env=None
 ):
     """Return the end of a job whose ranks take `steps` steps."""
+    return launch(ranks, "-c", script(steps, arguments, settings, scaled, after, waited), env=env)
+
+
+def script(steps="3", arguments="", settings="", scaled="False", after="", waited="60.0"):
     text = SCRIPT.replace("STEPS", steps).replace("ARGUMENTS", arguments).replace("AFTER", after)
     text = text.replace("SETTINGS", settings).replace("SCALED", scaled).replace("WAITED", waited)
-    return launch(ranks, "-c", text, env=env)
+    return text.replace("LEFT", f"{paced(2)}")
 
 
 @pytest.mark.gate
@@ -97,6 +105,10 @@ HANGS = {
     "a trainer": ("__init__", "if last: mpikfac.FirstOrderTrainer(model, optimizer, comm)"),
     "a call of the program": ("<module>", "if last: comm.Barrier()"),
     "an endless loop": ("<module>", "while last: pass"),
+    "a disk that is full": (
+        "<module>",
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\nwhile last: pass",
+    ),
     "steps of one rank": (
         "step",
         "if last: model(torch.ones(4, 3)).sum().backward(); trainer.step()",
@@ -104,18 +116,58 @@ HANGS = {
 }
 
 
+def by_mpirun(program: Path) -> subprocess.CompletedProcess[str]:
+    return launch(2, str(program), env={"MPIKFAC_WATCHDOG_TIMEOUT": "2"})
+
+
+def by_mpikfac(program: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mpikfac_apps", "launch", "-n", "2", "--watchdog_timeout", "2"]
+    chosen = {"env": environment(), "capture_output": True, "text": True, "timeout": paced(LIMIT)}
+    return subprocess.run([*command, str(program)], stdin=subprocess.DEVNULL, check=False, **chosen)
+
+
 @pytest.mark.gate
+@pytest.mark.parametrize("start", [by_mpirun, pytest.param(by_mpikfac, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hang", HANGS)
-def test_a_hang_ends_with_the_stacks_of_all_ranks(hang, tmp_path):
+def test_a_hang_ends_with_the_stacks_of_all_ranks(hang, start, tmp_path):
     """Oracle: the end of the job, and the function in which the last rank waits."""
     function, call = HANGS[hang]
     after = call.replace("FOLDER", repr(str(tmp_path))) + "\nwhile not last: time.sleep(0.1)"
-    found = ended(2, "2", after=after, env={"MPIKFAC_WATCHDOG_TIMEOUT": "2"})
+    program = tmp_path / "program.py"
+    program.write_text(script("2", after=after))
+    found = start(program)
     assert found.returncode == 1
     for rank in range(2):
         assert re.search(rf"mpikfac: rank {rank} of 2, .*; stacks:", found.stderr), found.stderr
     _, _, stacks = found.stderr.partition("mpikfac: rank 1 of 2")
     assert re.search(rf'File ".*", line \d+ in {function}', stacks), found.stderr
+
+
+@pytest.mark.gate
+def test_a_first_trainer_of_one_rank_ends_the_job():
+    """Oracle: the end of the job, and the function in which rank 0 waits; rank 1 has no trainer."""
+    late = "strategy=time.sleep(600) if comm.rank else None"
+    found = ended(2, settings=late, env={"MPIKFAC_WATCHDOG_TIMEOUT": "2"})
+    assert found.returncode == 1
+    assert re.search(r"rank 0 of 2, .*; stacks:", found.stderr), found.stderr
+    assert re.search(r'File ".*", line \d+ in __init__', found.stderr), found.stderr
+
+
+@pytest.mark.gate
+def test_a_hang_ends_without_stderr():
+    """Oracle: the code of the job."""
+    closed = "os.close(2)\nwhile True: time.sleep(0.1)"
+    assert ended(2, "2", after=closed, env={"MPIKFAC_WATCHDOG_TIMEOUT": "2"}).returncode == 1
+
+
+@pytest.mark.gate
+def test_a_watch_that_fails_says_so():
+    """Oracle: the line; the program goes on to its end."""
+    broken = "watch.Watch._receive = None\ntime.sleep(1)"
+    found = ended(1, "2", after=broken, env={"MPIKFAC_WATCHDOG_TIMEOUT": "60"})
+    assert found.returncode == 0
+    line = "mpikfac: the watch of rank 0 ends, so a hang has no limit: TypeError: "
+    assert found.stderr.count(line) == 1, found.stderr
 
 
 @pytest.mark.gate

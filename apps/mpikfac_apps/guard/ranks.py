@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 from typing import TypeVar
+
+import torch
 
 import mpikfac
 from mpikfac_apps.cli import mend_streams, read_options
@@ -13,6 +16,16 @@ from mpikfac_apps.guard.watchdog import Watchdog
 
 Options = TypeVar("Options")
 Work = Callable[[mpikfac.comm.Comm, Options, Watchdog], int]
+
+
+def connected() -> mpikfac.comm.Comm:
+    """Return the communicator of all ranks; under `torchrun`, connect them first.
+
+    Collective over: world.
+    """
+    if mpikfac.comm.TORCHRUN in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
+        torch.distributed.init_process_group()
+    return mpikfac.world()
 
 
 def watched(comm: mpikfac.comm.Comm) -> closing[Watchdog]:
@@ -53,7 +66,7 @@ def run_watched(parse: Callable[[int], Options], work: Work[Options]) -> int:
         SystemExit: with code 2, after a single line about an error that the user can correct.
     """
     mend_streams()
-    comm = mpikfac.world()
+    comm = connected()
     with watched(comm) as watchdog:
         with mpikfac.abort_on_error(comm):
             options = read_options(comm, lambda: parse(comm.size))

@@ -171,5 +171,5 @@ def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
         raise ValueError(f"PBS knows a job's hosts; use mpirun -n {ranks} {words}")
     if started := [name for name in RANK_VARIABLES if name in environ]:
         raise ValueError(
-            f"{started[0]} is set: a rank cannot start ranks; leave out mpirun or srun"
+            f"{started[0]} is set: a rank cannot start ranks; leave out mpirun, srun or torchrun"
         )

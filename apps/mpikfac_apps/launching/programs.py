@@ -10,8 +10,11 @@ from typing import NamedTuple
 
 from mpikfac import files
 
-RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_PROCID")
-"""Environment variables, of which at least one is set in every rank of an MPI job."""
+RANK_VARIABLES = (
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_PROCID"),
+    "TORCHELASTIC_RUN_ID",
+)
+"""Environment variables, of which at least one is set in every rank of a job."""
 
 
 class Program(NamedTuple):
@@ -22,7 +25,7 @@ class Program(NamedTuple):
         command_line: the location of the `CommandLine`, as MODULE:NAME; the module does not import
             torch. "": an example, which parses its own options.
         purpose: what the program does.
-        ranks: whether the program starts under MPI, on any number of ranks.
+        ranks: whether the program starts under MPI or torchrun, on any number of ranks.
     """
 
     module: str
@@ -70,6 +73,11 @@ PROGRAMS = {
         "lab.predict.advise",
         "lab.predict.options:ADVISE",
         "choose a batch, servers and a strategy that hide communication",
+    ),
+    "reproduce": Program(
+        "lab.reproduce.reproduce",
+        "lab.reproduce.options:REPRODUCE",
+        "list published results, or find one of them again",
     ),
     "compare": Program(
         "lab.study.compare",
@@ -133,7 +141,7 @@ def run(name: str, arguments: list[str]) -> int:
     """Run a program; return the exit code.
 
     Help and unknown options are handled before torch and MPI are imported, which takes seconds. A
-    rank of an MPI job leaves this to the program, in which a single rank answers.
+    rank of a job leaves this to the program, in which a single rank answers.
     """
     if not any(variable in os.environ for variable in RANK_VARIABLES):
         code = answer(name, arguments)

@@ -12,6 +12,8 @@ from mpikfac.preconditioners import Inverse, Preconditioner, named_preconditione
 ALL_RANKS = 256  # a larger job is represented by SAMPLE ranks and the most loaded rank
 SAMPLE = 64
 UNPLANNED = ("split_layers", "tp_size")  # options that need the calls of a network
+FIRST_ORDER = "sgd"
+"""The name of the strategy without K-FAC, plain data parallelism, for planning and predictions."""
 KINDS_OF_STEP = (
     ("Ordinary step", False, False),
     ("Step with new factors", True, False),

@@ -1,6 +1,7 @@
 """Print the communication plan of a model: who computes and sends what, without MPI.
 
 mpikfac plan --model resnet50 --ranks 64 --assignment hybrid-opt --assignment.grad_workers 8
+mpikfac plan --model resnet50 --ranks 64 --strategy sgd     # training without K-FAC
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +17,7 @@ import mpikfac
 from mpikfac.plan import names
 from mpikfac_apps import cli
 from mpikfac_apps.options.choices import differences
-from mpikfac_apps.options.options import Options
+from mpikfac_apps.options.options import COMM_OPT, Options
 from mpikfac_apps.options.strategy import (
     coverage,
     for_machine,
@@ -27,7 +29,13 @@ from mpikfac_apps.options.strategy import (
 )
 from mpikfac_apps.planning import chakra
 from mpikfac_apps.planning.budget import Foreseen, calls_of, foreseen
-from mpikfac_apps.planning.facts import KINDS_OF_STEP, looked_at, most_loaded, orders_of
+from mpikfac_apps.planning.facts import (
+    FIRST_ORDER,
+    KINDS_OF_STEP,
+    looked_at,
+    most_loaded,
+    orders_of,
+)
 from mpikfac_apps.planning.options import PLAN, PlanOptions
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import in_lines, mib, number, show, table
@@ -57,8 +65,8 @@ def print_plan(options: PlanOptions) -> int:
         print(f"planning {options.ranks} ranks takes minutes", file=sys.stderr, flush=True)
     run = foreseen_of(options)
     plan = run.plan
-    sections = [[*heading(options.model, plan), *filter(None, [run.line])], grid(plan)]
-    sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
+    sections = [[*heading(options.model, plan), *filter(None, [run.line])]]
+    sections += [grid(plan), owners(plan), balance(plan)] if plan.layers else []
     job = job_of(run_of(options), options.ranks, 1)
     sections += [memory(plan, job), messages(plan), *steps(plan)]
     if options.export:
@@ -79,6 +87,8 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
 def foreseen_of(options: PlanOptions) -> Foreseen:
     """Return the plan, intervals and cost of a run with the options, after the first batch.
 
+    "sgd" is the strategy without K-FAC: all choices but those of messages have no effect.
+
     Raises:
         ValueError: options cannot be combined.
     """
@@ -86,7 +96,15 @@ def foreseen_of(options: PlanOptions) -> Foreseen:
     covered = coverage(options.kfac, entry.covers)
     with skippable("skip"):
         shapes = models.shapes_of(options.model, options.classes, covered)
+    first_order = options.distribution.strategy == FIRST_ORDER
+    if first_order:
+        bare = mpikfac.Coverage(skip=[layer.name for layer in shapes[0]])
+        shapes = models.shapes_of(options.model, options.classes, bare)
+        of_name = replace(options.distribution, strategy=COMM_OPT)
+        options = replace(options, distribution=of_name)
     strategy, settings = make_strategy(options.distribution, options.kfac, options.ranks)
+    if first_order:
+        strategy = strategy.first_order()
     _, strategy = for_machine(run_of(options), shapes, options.ranks, strategy, settings)
     preconditioner = preconditioner_of(settings)
     plan = make_plan(options.kfac, *shapes, options.ranks, strategy, preconditioner)
@@ -125,16 +143,20 @@ def run_of(options: PlanOptions) -> Options:
 def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
     """Return lines with model, preconditioner, strategy and digest of a plan."""
     strategy, workers = plan.strategy, plan.grid.workers
+    choices = textwrap.wrap(differences(strategy), WIDTH, break_on_hyphens=False)
+    ranks, last = number(plan.ranks, "rank"), f"plan {plan.digest()}"
+    if not plan.layers:
+        return [f"{model} on {ranks}, float32; no layer is covered by K-FAC", *choices, last]
     kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
     spared = strategy.refresh.servers
     verb = "decomposes" if spared == 1 else "decompose"
     notes = [f"{number(spared, 'more rank')} {verb} for these ranks"]
     return [
-        f"{model} on {number(plan.ranks, 'rank')}, {plan.preconditioner} preconditioner, float32",
+        f"{model} on {ranks}, {plan.preconditioner} preconditioner, float32",
         *(notes if spared else []),
         f"{kind}: {number(workers, 'gradient worker')} per layer",
-        *textwrap.wrap(differences(strategy), WIDTH, break_on_hyphens=False),
-        f"plan {plan.digest()}",
+        *choices,
+        last,
     ]
 
 
@@ -238,7 +260,7 @@ def messages(plan: mpikfac.plan.Plan) -> list[str]:
 
 def steps(plan: mpikfac.plan.Plan) -> Iterator[list[str]]:
     """Yield lines about each kind of step, in full if its messages differ."""
-    kinds = KINDS_OF_STEP if plan.factors or not plan.layers else [("Every step", False, False)]
+    kinds = KINDS_OF_STEP if plan.factors else [("Every step", False, False)]
     told: dict[tuple[Sent, ...], str] = {}
     for title, *kind in kinds:
         sent = tuple(counted(plan.messages(rank, *kind)) for rank in looked_at(plan))

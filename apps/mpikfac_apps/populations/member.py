@@ -75,6 +75,7 @@ class Member:
         self.lost = False
         self._numbers = {name: Searched(value) for name, value in numbers.items()}
         options, self.seed = problem.options, problem.options.seed + number
+        options = dataclasses.replace(options, lr=numbers.get("lr", options.rate))
         if "damping" in numbers:
             kind = "relative" if options.kfac.damping.is_relative else "value"
             damping = mpikfac.Damping(**{kind: self._numbers["damping"]})
@@ -103,8 +104,8 @@ class Member:
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step: the member's, following the schedule."""
-        rate, usual = self._rate(self.problem.calendar.clock(step)), self.problem.options.rate
-        return rate * self.numbers.get("lr", usual) / usual
+        rate, first = self._rate(self.problem.calendar.clock(step)), self.problem.options.rate
+        return rate * self.numbers.get("lr", first) / first
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Take a step, unless the member is lost; return the loss and the sum of the measure.

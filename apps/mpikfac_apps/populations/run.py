@@ -182,11 +182,15 @@ class PopulationRun(Loop):
     def summary(self) -> str:
         """Return a line about the networks, ranks and steps; not collective."""
         train, members = self.population.train, self.population.population.members
+        every, total = self.population.population.every, self._total
+        selection = f"a selection every {every}"
+        if every >= total:
+            selection = f"no selection: population.every={every} must be less than {total} steps"
         return (
             f"{members} members of {train.model} on {train.data.name} with {train.optimizer}; "
             f"ranks {self.comm.size}, batch {train.batch}, "
             f"steps {self.crew.steps} to {self.steps}, "
-            f"a selection every {self.population.population.every}"
+            f"{selection}"
         )
 
     def about(self) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def _pass_on(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> 
     outgoing = parts([move for move in moves if move.source == comm.rank])
     requests = [comm.Irecv(part, move.source) for move, part in incoming]
     requests += [comm.Isend(part, move.target) for move, part in outgoing]
-    MPI.Request.Waitall(requests)
+    for request in requests:
+        request.Wait()
 
 
 def _bcast(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> None:

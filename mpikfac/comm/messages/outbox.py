@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from mpikfac.errors import UserError
 from mpikfac.plan import BATCH
 
 PAUSE = 1e-4  # seconds before the ranks try again if no message is ready on all of them
+PATIENCE = 60.0  # seconds without a piece that is sent, after which `close` no longer waits
 
 
 class Piece(NamedTuple):
@@ -107,11 +109,29 @@ class Outbox:
             letter.sent.wait()
 
     def close(self) -> None:
-        """End the thread once all messages are sent."""
+        """End the thread once all messages are sent.
+
+        Raises:
+            UserError: other ranks do not send a message of this rank, as after an error on one of
+                them.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        while self._thread.is_alive():
+            left = self._left()
+            self._thread.join(PATIENCE)
+            if self._thread.is_alive() and left == self._left():
+                raise UserError(
+                    f"close() has waited for {PATIENCE:g} s: other ranks do not send the messages "
+                    f"of this rank's last backward pass; run the same passes on all ranks, and end "
+                    f"the job after an error on one of them"
+                )
+
+    def _left(self) -> int:
+        """Return the number of pieces that have not been sent."""
+        with self._changed:
+            return sum(letter.left for letter in self._letters.values())
 
     def _run(self) -> None:
         batch: Batch = []

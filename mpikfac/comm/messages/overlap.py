@@ -141,6 +141,9 @@ class ProgressThread:
         """End the thread once all messages are sent.
 
         Collective over: world.
+
+        Raises:
+            UserError: other ranks do not send a message of this rank.
         """
         self._outbox.close()
 

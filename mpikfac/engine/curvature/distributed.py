@@ -27,7 +27,7 @@ from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.method import CoveredModel, Method, MethodFactory
 from mpikfac.engine.nonfinite import Cautions
 from mpikfac.engine.part import Part, PreconditionerPart
-from mpikfac.layers import Coverage, Layer, Other, cover
+from mpikfac.layers import Coverage, Layer, Other, check_any_covered, cover
 from mpikfac.model import check_rates, groups_of
 from mpikfac.numerics import Scaler
 from mpikfac.plan import (
@@ -369,6 +369,7 @@ class PreconditionerFactory(MethodFactory):
             rule = coverage.rule
             coverage = dataclasses.replace(coverage, rule=lambda layer: forward_only(rule(layer)))
         layers, others = cover(model, coverage, self.estimator.statistics_dtype)
+        check_any_covered(model, layers, coverage)
         for layer in layers:
             layer.shape = cut(layer.shape, layer.spatial)
         return layers, others

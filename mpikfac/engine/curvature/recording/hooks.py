@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
 from weakref import finalize, ref
 
@@ -58,13 +59,15 @@ class RecordingHooks(Part):
         self.passes = 0
         # Whether the next call of a layer begins a pass, because a backward pass came in between.
         self._between = True
-        self._running = self._interrupted = False  # backward passes that count
+        # The thread of the forward pass whose backward pass runs; other threads can test the model.
+        self._running: int | None = None
+        self._interrupted = False
         self._followed = False  # whether gradients are noted at the end of the backward pass
         self._retained = RetainedGradients(moments.parameters)
         self._removed_told = self.plan.rank > 0
         self._comparison = Comparison(moments.layers, moments.of_loss and self.plan.rank == 0)
         self._turn: Turn | None = None
-        self._outputs = OwnOutputs(module for layer in moments.layers for module in layer.modules)
+        self._outputs = OwnOutputs()
         self._hooks: list[Attached] = []
         finalize(self, _remove, self._hooks)
 
@@ -77,13 +80,11 @@ class RecordingHooks(Part):
         if not layers:
             return
         own = ref(self)  # a model can outlive the trainer
-        self._outputs.come_first()
         on_pass = self._model.register_forward_pre_hook(Hook(self._on_pass, own))
         self._hooks += [Eagerly(), self._outputs, on_pass]
         for layer in layers:
-            hook = Hook(self._on_forward, own, layer)
-            for module in layer.modules:
-                self._hooks += layer.attach(module, hook)
+            self._outputs.attach(layer, Hook(self._on_forward, own, layer))
+        self._outputs.come_first()
 
     def detach(self) -> None:
         """Remove the hooks: until `attach`, the model behaves as without K-FAC."""
@@ -98,19 +99,19 @@ class RecordingHooks(Part):
 
     def abort_batch(self) -> None:
         """Drop the passes since the last step, including an interrupted backward pass."""
-        self._running = self._interrupted = False
+        self._running, self._interrupted = None, False
         self._retained.clear()
 
     def check_ended(self) -> None:
         """Warn if a step is about to use statistics of a backward pass that did not end."""
         self._retained.clear()
-        if self._running or self._interrupted or self._moments.awaits_pass:
+        if self._running is not None or self._interrupted or self._moments.awaits_pass:
             log.warning(
                 "a backward pass before this step was interrupted, so statistics include only some "
                 "of its layers; after an interruption, call zero_grad() and "
                 "clear_statistics(), and run the batch again"
             )
-        self._running = self._interrupted = False
+        self._running, self._interrupted = None, False
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -149,37 +150,38 @@ class RecordingHooks(Part):
         own: ref[RecordingHooks], layer: Layer, module: nn.Module, *called: Any
     ) -> None:
         self = own()
-        if self is None:
-            return
-        *inputs, output = called
-        called = *inputs, self._outputs.take(module, output)
-        if in_capture():
+        if self is None or in_capture():
             return
         trained = any(parameter.requires_grad for parameter in layer.parameters)
         if not (module.training and trained) or self.paused:
             return
-        if not in_backward():
+        thread = get_ident()
+        if not in_backward() and self._running in (None, thread):
             self._note_forward()
         call = layer.watch(*called)
         if call is not None:
             x, listen_to = call
             version = -1 if x.is_inference() else x._version
-            listen_to(partial(self._on_gradient, layer, [x.detach()], version, self.passes))
+            passed = self.passes, thread
+            listen_to(partial(self._on_gradient, layer, [x.detach()], version, passed))
 
     def _note_forward(self) -> None:
         """Record a call of a layer outside of backward passes: the previous pass has ended."""
-        if torch.is_grad_enabled():  # otherwise a thread evaluates the model in a backward pass
-            self._interrupted |= self._running
-            self._running = self._followed = False
+        self._interrupted |= self._running is not None
+        self._running, self._followed = None, False
         if self._between:  # the program calls parts of the model, not the model
             self._begin_pass()
 
     # -- backward passes -------------------------------------------------------------------------
 
     def _on_gradient(
-        self, layer: Layer, inputs: list[Tensor], version: int, forward_pass: int, g: Tensor
+        self, layer: Layer, inputs: list[Tensor], version: int, passed: tuple[int, int], g: Tensor
     ) -> None:
-        """Add a call to the sums if it counts; until then, `inputs` holds the call's input."""
+        """Add a call to the sums if it counts; until then, `inputs` holds the call's input.
+
+        Args:
+            passed: the number of the forward pass, and its thread.
+        """
         if self.paused:
             return
         if not makes_gradients(layer.parameters):  # only a gradient of inputs
@@ -194,7 +196,8 @@ class RecordingHooks(Part):
         x = inputs.pop() if self._turn is None or self._turn.last else inputs[0]
         if version >= 0 and x._version != version and not layer.bias_alone:
             raise changed_in_place(layer, "the input", "backward")
-        self._note_backward()
+        forward_pass, thread = passed
+        self._note_backward(thread)
         self._comparison.add(layer, x, g)
         self._moments.add(layer, x, g, forward_pass, self._turn)
 
@@ -223,15 +226,15 @@ class RecordingHooks(Part):
         if of_loss:
             self._retained.note(self._moments.recorded, accumulated)
 
-    def _note_backward(self) -> None:
-        """Note a call that counts in a backward pass."""
+    def _note_backward(self, thread: int) -> None:
+        """Note a call that counts in a backward pass of a thread's forward pass."""
         self._between = True
-        if not self._running:
-            self._running = True
+        if self._running is None:
+            self._running = thread
             at_end_of_backward(self._on_end)
 
     def _on_end(self) -> None:
-        self._running = False
+        self._running = None
         self._moments.end_pass()
 
     def _await_derivative(self, layer: Layer, g: Tensor) -> None:

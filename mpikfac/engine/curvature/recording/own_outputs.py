@@ -1,46 +1,58 @@
-"""Keep the outputs of modules before a global forward hook of the program can replace them.
+"""Call hooks with the outputs of modules before hooks of the program can replace or change them.
 
-Torch calls global hooks before a module's own hooks. If the program has no global hook, nothing is
-registered here.
+Torch calls global hooks before a module's own hooks, and a program can put a hook of a module
+first. If the program has no global hook, no global hook is registered here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.nn.modules import module as of_torch
 from torch.utils.hooks import RemovableHandle
 
+from mpikfac.layers import Hook, Layer
+
 
 class OwnOutputs:
-    """The outputs of some modules in calls that are still running."""
+    """Forward hooks of layers that are called before all hooks of the program."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = WeakSet(modules)
-        self._outputs: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-        self._handle: RemovableHandle | None = None
+    def __init__(self) -> None:
+        self._hooks: WeakKeyDictionary[nn.Module, list[Hook]] = WeakKeyDictionary()
+        self._handles: list[RemovableHandle] = []
+        self._global: RemovableHandle | None = None  # calls the hooks in place of the modules
+
+    def attach(self, layer: Layer, hook: Hook) -> None:
+        """Call `hook` after each forward call of a module of the layer."""
+        for module in layer.modules:
+            self._hooks.setdefault(module, []).append(hook)
+            self._handles += layer.attach(module, Hook(self._on_module, ref(self), hook))
 
     def come_first(self) -> None:
-        """Keep outputs from now on, before all other global hooks, if there are any."""
-        hooks: Any = of_torch._global_forward_hooks
-        if self._handle is None and hooks:
-            self._handle = of_torch.register_module_forward_hook(self._keep)
-            hooks.move_to_end(self._handle.id, last=False)
-
-    def take(self, module: nn.Module, output: Any) -> Any:
-        """Return a module's own output of the current call, or `output` if none was kept."""
-        return self._outputs.pop(module, output)
+        """Call the hooks before all others of the program from now on."""
+        if self._global is None and of_torch._global_forward_hooks:
+            self._global = of_torch.register_module_forward_hook(self._on_any, with_kwargs=True)
+            self._handles.append(self._global)
+        for handle in self._handles:
+            hooks: Any = handle.hooks_dict_ref()
+            if handle.id in hooks and next(iter(hooks)) != handle.id:
+                hooks.move_to_end(handle.id, last=False)
 
     def remove(self) -> None:
-        """Stop keeping outputs."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-        self._outputs.clear()
+        """Remove the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._global = None
+        self._hooks.clear()
 
-    def _keep(self, module: nn.Module, _: Any, output: Any) -> None:
-        if module in self._modules:
-            self._outputs[module] = output
+    @staticmethod
+    def _on_module(own: ref[OwnOutputs], hook: Hook, *called: Any) -> None:
+        self = own()
+        if self is not None and self._global is None:
+            hook(*called)
+
+    def _on_any(self, module: nn.Module, *called: Any) -> None:
+        for hook in self._hooks.get(module, ()):
+            hook(module, *called)

@@ -16,6 +16,7 @@ from mpikfac_apps.lab.study.report.style import (
     QUIET,
     WIDTH,
     legend,
+    name_at_the_right,
     plain_ticks,
     styled,
     variant_style,
@@ -134,10 +135,12 @@ def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
     with styled():
         figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
         left, right = figure.subplots(1, 2)
+        ends: dict[str, tuple[float, float]] = {}
         for name in names:
             points = sorted((each.batch, each.steps.mean) for each in steps if each.kind == name)
             left.plot(*zip(*points), **styles[name])
-            _times(right, [each for each in forecasts if each.measured.kind == name], styles[name])
+            own = [each for each in forecasts if each.measured.kind == name]
+            ends |= _times(right, own, styles[name])
         smallest, largest = (f(each.batch for each in steps) for f in (min, max))
         most = max(each.steps.mean for each in steps)
         ideal: Any = {"color": QUIET, "linestyle": "-", "linewidth": 0.8}
@@ -151,20 +154,29 @@ def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
             panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
             panel.xaxis.set_minor_locator(NullLocator())
             plain_ticks(panel.yaxis)
+        name_at_the_right(right, ends)
         legend(figure, {**styles, "half the steps for twice the batch": ideal})
         return figure
 
 
-def _times(panel: Axes, forecasts: Sequence[Forecast], style: dict[str, Any]) -> None:
-    """Draw a thin line for each strategy, and a line through the fastest."""
+def _times(
+    panel: Axes, forecasts: Sequence[Forecast], style: dict[str, Any]
+) -> dict[str, tuple[float, float]]:
+    """Draw a thin line for each strategy, and a line through the fastest; return the ends by name.
+
+    Without several strategies, there are no names besides those of the legend.
+    """
     by_name: dict[str, list[tuple[int, float]]] = {}
     best: dict[int, float] = {}
     for each in forecasts:
         by_name.setdefault(each.name, []).append((each.ranks, each.seconds))
         best[each.ranks] = min(best.get(each.ranks, each.seconds), each.seconds)
-    for line in by_name.values() if len(by_name) > 1 else ():
+    if len(by_name) == 1:
+        by_name = {}
+    for line in by_name.values():
         panel.plot(*zip(*sorted(line)), **style | THIN)
     panel.plot(*zip(*sorted(best.items())), **style)
+    return {name: max(line) for name, line in by_name.items()}
 
 
 def _optimizer(forecast: Forecast) -> str:

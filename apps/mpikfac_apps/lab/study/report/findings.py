@@ -117,13 +117,27 @@ def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[
     middle = {variant: median(steps) for variant, steps in paces.items()}
     quick, slow = (f(middle, key=lambda variant: middle[variant]) for f in (min, max))
     bases = [baseline(done, cell) for cell in kfac if cell.cell.variant == quick]
-    steps = [base.step for base in bases if base and base.step]
-    ratio = f", {middle[quick] / median(steps):.2f} times SGD's" if steps else ""
+    ratio = against_sgd(paces[quick], [base.step for base in bases if base and base.step])
     yield (
         f"On {number(kfac[0].cell.ranks, 'rank')}, {quick} has the fastest K-FAC step "
         f"({ms(middle[quick])} ms{ratio}) and {slow} the slowest ({ms(middle[slow])} ms)."
         f"{doubt(quick, {name: mean_of(steps) for name, steps in paces.items()})}"
     )
+
+
+def against_sgd(steps: Sequence[float], sgd: Sequence[float]) -> str:
+    """Return the ratio of median steps, and whether the seeds can tell them apart; "" without SGD.
+
+    Args:
+        steps: seconds by seed.
+        sgd: seconds of SGD by seed.
+    """
+    own, base = mean_of(steps), mean_of(sgd)
+    if own is None or base is None:
+        return ""
+    ratio = f", {median(steps) / median(sgd):.2f} times SGD's"
+    several = min(own.count, base.count) > 1
+    return f"{ratio}, but seeds differ by more" if several and own.overlaps(base) else ratio
 
 
 def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:

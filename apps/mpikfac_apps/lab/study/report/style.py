@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -95,6 +96,35 @@ def legend(figure: Figure, styles: Mapping[str, Mapping[str, Any]], columns: int
     # matplotlib hides names that begin with an underscore.
     names = [f"\N{WORD JOINER}{name}" if name.startswith("_") else name for name in styles]
     figure.legend(keys, names, loc="outside lower center", ncols=columns, handlelength=3.5)
+
+
+def name_at_the_right(panel: Axes, points: Mapping[str, tuple[float, float]]) -> None:
+    """Write names at the right of a panel whose limits are final, with a thin line to each point.
+
+    Args:
+        points: x and y by name, in data coordinates.
+    """
+    to_panel = panel.transData + panel.transAxes.inverted()
+    heights = [float(to_panel.transform(point)[1]) for point in points.values()]
+    line = {"arrowstyle": "-", "linewidth": 0.5, "color": QUIET, "shrinkA": 0, "shrinkB": 1}
+    for (name, point), height in zip(points.items(), spread(heights, 0.055)):
+        place: Any = {"textcoords": "axes fraction", "va": "center", "size": 7.5}
+        panel.annotate(name, point, (1.06, height), arrowprops=line, annotation_clip=False, **place)
+
+
+def spread(heights: Sequence[float], apart: float) -> list[float]:
+    """Return heights in the same order that are at least `apart` from each other, from 0 to 1."""
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    placed = list(heights)
+    lowest = 0.0
+    for place in order:
+        placed[place] = max(placed[place], lowest)
+        lowest = placed[place] + apart
+    highest = 1.0
+    for place in reversed(order):
+        placed[place] = min(placed[place], highest)
+        highest = placed[place] - apart
+    return placed
 
 
 def figure_file(figure: Figure, kind: str) -> bytes:

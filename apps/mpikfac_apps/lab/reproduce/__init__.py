@@ -1,0 +1,1 @@
+"""Published results beside what this project predicts, measures or has recorded."""

@@ -1,0 +1,68 @@
+"""An entry of `mpikfac reproduce`: a published result, and how to find it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class Row(NamedTuple):
+    """A published number, and the number found here.
+
+    Attributes:
+        where: the network, ranks or machine.
+        miss: the reason why the numbers are known to differ by more than the tolerance; "" if they
+            should agree.
+    """
+
+    what: str
+    where: str
+    published: float
+    found: float
+    miss: str = ""
+
+    @property
+    def off(self) -> float:
+        """The relative deviation from the published number."""
+        return self.found / self.published - 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A published result.
+
+    Attributes:
+        about: what is compared.
+        paper: the short name of the paper in docs/reference/references.md.
+        source: the table, figure or formula with the published numbers.
+        found: how `rows` finds its numbers. "recorded": in the results of `again`, which takes
+            hours.
+        tolerance: the largest relative deviation of a row without a `miss`.
+        seconds: the time of `command` on two idle cores.
+        rows: computes the rows, in less than a minute.
+        data: the data set that the command reads.
+        again: the command that measures recorded numbers again.
+    """
+
+    name: str
+    about: str
+    paper: str
+    source: str
+    found: Literal["predicted", "measured", "recorded"]
+    tolerance: float
+    seconds: float
+    rows: Callable[[], Iterable[Row]]
+    data: str = "none"
+    again: str = ""
+
+    @property
+    def command(self) -> str:
+        """The command that finds the numbers again."""
+        return self.again or f"mpikfac reproduce {self.name}"
+
+    def verdict(self, row: Row) -> str:
+        """Return "" for a row as expected, "miss" for a known miss, and else what is wrong."""
+        if abs(row.off) <= self.tolerance:
+            return "within the tolerance, but listed as a miss" if row.miss else ""
+        return "miss" if row.miss else "outside the tolerance"

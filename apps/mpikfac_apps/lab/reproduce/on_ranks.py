@@ -1,0 +1,63 @@
+"""Train on the least squares of `rules` with each exchange, and write the norms of the weights.
+
+mpikfac launch -n 4 on_ranks.py norms.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import mpikfac
+from mpikfac import FirstOrderTrainer, Strategy
+from mpikfac.lab import LSGD
+from mpikfac_apps.lab.reproduce import rules
+
+
+def main() -> None:
+    """Write the norm of the weights of all ranks by exchange.
+
+    Collective over: world.
+    """
+    comm = mpikfac.world()
+    norms = {}
+    for name, case in rules.CASES.items():
+        last = trained(comm, case.strategy, rules.STEPS, case.nesterov)[-1]
+        norms[name] = rules.norm([np.array(comm.allgather(last))])
+    if comm.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(norms))
+
+
+def trained(
+    comm: mpikfac.comm.Comm, strategy: Strategy | None, steps: int, nesterov: bool = False
+) -> list[rules.Weights]:
+    """Return the rank's weights `[SIZE]` after each step of SGD on the ranks' losses.
+
+    Collective over: comm.
+    """
+    model = nn.Linear(rules.SIZE, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=rules.RATE, momentum=rules.MOMENTUM, nesterov=nesterov
+    )
+    trainer = FirstOrderTrainer(model, optimizer, comm, strategy)
+    matrix, target = map(torch.tensor, rules.quadratic(comm.rank))
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(matrix)[:, 0] - target).square().sum() / 2
+        loss.backward()
+        if isinstance(trainer.plan.strategy.sync, LSGD):
+            trainer.exchange.report_loss(loss)
+        trainer.step()
+        found.append(model.weight.detach().numpy()[0].copy())
+    return found
+
+
+if __name__ == "__main__":
+    main()

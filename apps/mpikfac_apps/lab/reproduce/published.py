@@ -1,0 +1,147 @@
+"""Published numbers of ResNet-50 beside predictions. No MPI."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+import mpikfac
+from mpikfac import CommOpt, HybridOpt, LayerShape, MemOpt, Strategy, Transport, make_plan
+from mpikfac.predict import Level, Machine, algorithm_seconds
+from mpikfac_apps.lab.predict.options import SIMULATE
+from mpikfac_apps.lab.predict.predictions import predictions
+from mpikfac_apps.lab.reproduce.entry import Row
+from mpikfac_apps.lab.reproduce.records import record
+from mpikfac_apps.problems import models
+from mpikfac_apps.text import MIB
+
+RANKS = 16
+FACTORS, WEIGHTS, GRADIENTS = 586.9, 97.3, 97.7  # MiB of ResNet-50, weights of its layers
+SC20 = (1 - 0.215) * 90 / 55  # 18 to 25 % less time, in 55 epochs instead of 90
+IMAGES = 1_281_167  # of an epoch of ImageNet
+EPOCHS = {16: (15 * 60, 30 * 60), 32: (8 * 60 + 10, 14 * 60 + 18), 64: (4 * 60 + 8, 7 * 60 + 17)}
+"""Seconds of an epoch of SGD and of K-FAC-lw by number of V100, with 32 images on each."""
+OLD_SGD = "SGD's published step included reading images, with the software of 2020"
+MANY_MESSAGES = "published with more than a hundred messages of gradients"
+ACKNOWLEDGMENTS = "simulated acknowledgments take bandwidth from the opposite direction"
+
+
+@functools.cache
+def shapes() -> tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]:
+    """Return the covered layers of ResNet-50 for ImageNet, and its other tensors."""
+    with torch.device("meta"):
+        return mpikfac.layers.covered_shapes(models.build("resnet50", classes=1000))
+
+
+def sent(strategy: Strategy) -> dict[str, float]:
+    """Return the mean MiB that a rank sends in a step with new factors and bases, by stage."""
+    layers, others = shapes()
+    as_published = replace(strategy, transport=Transport(balanced_shards=False))
+    plan = make_plan(layers, RANKS, as_published, others, "eigen")
+    found: dict[str, float] = defaultdict(float)
+    for rank in range(RANKS):
+        for message in plan.messages(rank, True, True):
+            found[message.stage] += message.wire / MIB / RANKS
+    return found
+
+
+def sc20_bytes() -> Iterator[Row]:
+    """Yield the bytes of K-FAC-opt, and what follows from them and from the orders of factors."""
+    everyone, where = sent(Strategy(CommOpt())), f"a rank of {RANKS}"
+    owners = sent(Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)))
+    yield Row("MiB of gradients", where, 182, everyone["reduce gradients"])
+    yield Row("MiB of factors as squares", where, 1100, 2 * everyone["reduce statistics"])
+    yield Row("MiB of bases", where, 551, everyone["publish bases"])
+    yield Row("MiB of factors to owners", where, 275, owners["reduce statistics"])
+    layers, others = shapes()
+    loads = {
+        ranks: max(map(plan.load, range(ranks)))
+        for ranks in (1, RANKS)
+        for plan in [make_plan(layers, ranks, Strategy(CommOpt(colocate_factors=False)), others)]
+    }
+    what, where = "speedup from distributing decompositions", f"{RANKS} ranks"
+    yield Row(what, where, 4.6, loads[1] / loads[RANKS])
+    what = "interval of bases at which COMM-OPT and MEM-OPT send equal bytes"
+    directions = sent(Strategy(MemOpt()))["publish gradients"]
+    yield Row(what, where, 6, everyone["publish bases"] / directions)
+
+
+def kaisa_bytes() -> Iterator[Row]:
+    """Yield the bytes of bases and of directions by the number of gradient workers."""
+    for workers in mpikfac.plan.divisors(RANKS):
+        found = sent(Strategy(HybridOpt(grad_workers=workers)))
+        where = f"a rank of {RANKS}, {workers} gradient worker" + "s" * (workers > 1)
+        if workers > 1:
+            expected = (workers - 1) / RANKS * FACTORS
+            yield Row("MiB of bases", where, expected, found["publish bases"])
+        if workers < RANKS:
+            expected = (RANKS - workers) / RANKS * WEIGHTS
+            yield Row("MiB of directions", where, expected, found["publish gradients"])
+
+
+def spd_kfac_profile() -> Iterator[Row]:
+    """Yield the times of D-KFAC's messages on 64 GPUs."""
+    machine = mpikfac.predict.load_machine("rtx2080ti-ib100")
+    for what, primitive, size, seconds, miss in (
+        ("s for all factors", "Allreduce", FACTORS, 0.300, ""),
+        ("s for all inverses", "Allgatherv", FACTORS, 0.146, ""),
+        ("s for gradients", "Allreduce", GRADIENTS, 0.067, MANY_MESSAGES),
+    ):
+        found = algorithm_seconds(primitive, "ring", [size * MIB / 64] * 64, machine)
+        yield Row(what, "64 GPUs, rings of NCCL", seconds, found, miss)
+
+
+def sc20_ratios() -> Iterator[Row]:
+    """Yield the steps of K-FAC-opt in units of SGD's."""
+    for intervals, ranks in (((10, 100), (16, 64, 256)), ((50, 500), (64,))):
+        steps = iter(steps_of(ranks, "kfac-opt", *intervals))
+        for count, sgd, kfac in zip(ranks, steps, steps):
+            what = f"step of K-FAC-opt over SGD's, {intervals}"
+            miss = OLD_SGD if intervals == (10, 100) else ""
+            yield Row(what, f"{count} V100", SC20, kfac / sgd, miss)
+
+
+def sc20_steps() -> Iterator[Row]:
+    """Yield the milliseconds of steps of SGD and of K-FAC-lw."""
+    steps = iter(steps_of(EPOCHS, "kfac-lw", 1, 10))
+    for ranks, epochs in EPOCHS.items():
+        for what, seconds, miss in zip(("SGD", "K-FAC-lw, (1, 10)"), epochs, (OLD_SGD, "")):
+            published = 1e3 * seconds * 32 * ranks / IMAGES
+            yield Row(f"ms of a step, {what}", f"{ranks} V100", published, 1e3 * next(steps), miss)
+
+
+def steps_of(
+    ranks: Iterable[int], strategy: str, factor_update_steps: int, inv_update_steps: int
+) -> list[float]:
+    """Return the seconds of a step of SGD, then of a strategy, for each number of ranks."""
+    words = f"--machine v100-edr --model resnet50 --ranks {','.join(map(str, ranks))}"
+    words += f" --strategy sgd,{strategy} --preconditioner eigen --grafting none"
+    words += " --transport.overlap false"
+    words += f" --factor_update_steps {factor_update_steps} --inv_update_steps {inv_update_steps}"
+    machine = mpikfac.predict.load_machine("v100-edr")
+    rows = predictions(SIMULATE.read(words.split()), machine)
+    return [float(row["mean"]["seconds"]) for row in rows]
+
+
+def smpi_collectives() -> Iterator[Row]:
+    """Yield the milliseconds of collectives on simulated hosts."""
+    values = record("collectives.json")
+    level = Level(values["latency"], values["bandwidth"] / values["divided_by"])
+    machine = Machine("simulated hosts", level, (), {})
+    parts = [4.0 * count for count in values["elements"]]
+    for row in values["rows"]:
+        of_all = row["primitive"] == "Allreduce"
+        sizes = [sum(parts) / len(parts)] * len(parts) if of_all else parts
+        seconds = algorithm_seconds(row["primitive"], row["algorithm"], sizes, machine)
+        ring = row["primitive"] == "Reduce_scatter" and row["algorithm"] == "ring"
+        yield Row(
+            f"ms of {row['primitive']}",
+            row["algorithm"],
+            row["simulated_ms"],
+            1e3 * seconds,
+            ACKNOWLEDGMENTS if ring else "",
+        )

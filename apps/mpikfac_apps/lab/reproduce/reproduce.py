@@ -1,0 +1,98 @@
+"""List published results, or print one beside what is predicted or measured here.
+
+mpikfac reproduce
+mpikfac reproduce sc20-steps
+mpikfac reproduce --appendix DIR
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from mpikfac_apps import cli
+from mpikfac_apps.lab.reproduce import appendix
+from mpikfac_apps.lab.reproduce.entry import Entry, Row
+from mpikfac_apps.lab.reproduce.options import REPRODUCE, ReproduceOptions
+from mpikfac_apps.lab.reproduce.registry import ENTRIES
+from mpikfac_apps.text import listed, show, table
+
+WIDTH = 96
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print published results; return 0, 1 for an unexpected number, or 2 for invalid options."""
+    return cli.run(REPRODUCE.program, lambda: reproduce(REPRODUCE.read(argv)))
+
+
+def reproduce(options: ReproduceOptions) -> int:
+    """Print the list, or one result, or write the appendix; return 0, or 1 if a number is wrong.
+
+    Raises:
+        ValueError: there is no such result, or it cannot be found here.
+        OSError: a file cannot be written.
+    """
+    if options.name is None and options.appendix is None:
+        show([listing()])
+        return 0
+    entries = [chosen(options.name)] if options.name else list(ENTRIES.values())
+    results = [(entry, list(entry.rows())) for entry in entries]
+    show([section(entry, rows) for entry, rows in results])
+    if options.appendix:
+        show([[f"wrote {listed(map(str, appendix.write(options.appendix, results)))}"]])
+    return int(not all(as_expected(*result) for result in results))
+
+
+def chosen(name: str) -> Entry:
+    """Return an entry by name.
+
+    Raises:
+        ValueError: there is no such entry.
+    """
+    if name not in ENTRIES:
+        near = get_close_matches(name, ENTRIES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"try {listed(ENTRIES)}"
+        raise ValueError(f"{name!r} is unknown; {hint}")
+    return ENTRIES[name]
+
+
+def as_expected(entry: Entry, rows: Sequence[Row]) -> bool:
+    """Return whether rows are within the tolerance, except for known misses."""
+    return all(entry.verdict(row) in ("", "miss") for row in rows)
+
+
+def listing() -> list[str]:
+    """Return a table of all results."""
+    head = "name", "paper", "compared", "found", "tolerance", "seconds"
+    rows = [
+        (
+            entry.name,
+            textwrap.shorten(entry.paper, 24, placeholder=" ..."),
+            entry.about,
+            entry.found,
+            appendix.percentage(entry.tolerance),
+            f"{entry.seconds:,.0f}",
+        )
+        for entry in ENTRIES.values()
+    ]
+    return [
+        *table([head, *rows], left=4),
+        "",
+        "mpikfac reproduce NAME prints the published numbers and those found here. Recorded",
+        "numbers are those of a command that takes hours, which it prints.",
+    ]
+
+
+def section(entry: Entry, rows: Sequence[Row]) -> list[str]:
+    """Return lines about a result: source, data, command and numbers."""
+    facts = [f"{name}: {text}" for name, text in appendix.facts(entry)]
+    lines = [line for fact in facts for line in textwrap.wrap(fact, WIDTH, subsequent_indent="  ")]
+    cells = [appendix.head(entry), *(appendix.cells(entry, row) for row in rows)]
+    misses = dict.fromkeys(row.miss for row in rows if row.miss)
+    return [
+        f"{entry.name}: {entry.about}",
+        *lines,
+        *table(cells, left=2),
+        *(f"miss: {reason}" for reason in misses),
+    ]
