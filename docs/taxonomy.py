@@ -100,7 +100,7 @@ def plan_of(name: str, strategy: Strategy) -> Plan:
 
 
 def table(place: Callable[[str], Mapping[str, str]]) -> Iterator[str]:
-    """Yield a table with a line for each place, and the names of the strategies of the place."""
+    """Yield a table with a line for each place, which names the strategies there."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name in NAMED:
         names.setdefault(tuple(place(name).values()), []).append(f"`{name}`")

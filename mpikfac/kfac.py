@@ -241,7 +241,7 @@ class KFAC(Trainer):
         gradients of parameters do not change. Does nothing if `fisher_type` is "empirical" or
         "forward-only", and in steps without new factors.
 
-        Collective over: world with `overlap`, like the backward pass itself; else none.
+        Collective over: world with `overlap`, like the backward pass itself; otherwise, none.
 
         Args:
             outputs: the model's outputs, `[batch, outputs]` or `[batch, outputs, *positions]`; or
@@ -375,7 +375,7 @@ class KFAC(Trainer):
                 self._take_up("factors are cut as in the state")
 
     def _names_for(self, part: Part, state: Mapping[str, Any]) -> Collection[str]:
-        """Return the names of the items of a state that a part can load."""
+        """Return the names of a state's items that a part can load."""
         return self.preconditioner.known(state) if part.PREFIX else state.keys()
 
     def _detach_parts(self) -> None:

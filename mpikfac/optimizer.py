@@ -42,7 +42,7 @@ class Optimizer(torch.optim.Optimizer):
         optimizer = mpikfac.Optimizer(kfac)
 
     Learning-rate schedulers, Lightning, Accelerate and the Trainer of Hugging Face transformers
-    accept it in place of a torch optimizer. Its parameter groups and state are those of the
+    accept it in place of a torch optimizer. Its parameter groups and state belong to the
     trainer's optimizer. `step` averages the gradients, so `DistributedDataParallel` is unnecessary,
     but harmless.
 

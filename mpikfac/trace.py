@@ -163,7 +163,7 @@ class Trace:
         return thread.name
 
     def _gpu_origin(self) -> _Origin | None:
-        """Return a GPU event with the host's time, while events are recorded; else None."""
+        """Return a GPU event with the host's time, while events are recorded, otherwise None."""
         if self._recording and self._origin is None:
             # The host can lose its core between the event and the clock reading, so the fastest
             # pair is used.

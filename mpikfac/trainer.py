@@ -623,7 +623,7 @@ class Trainer:
             built.update.writes.reset()
 
     def _names_for(self, part: Part, state: Mapping[str, Any]) -> Collection[str]:
-        """Return the names of the items of a state that a part can load."""
+        """Return the names of a state's items that a part can load."""
         return state.keys()
 
 

@@ -84,7 +84,7 @@ def checksum(value: Value) -> int:
         return zlib.crc32(_content(value))
     patterns = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     value = torch.view_as_real(value) if value.is_complex() else value
-    # By DLPack: `numpy()` would permanently fix the size of the program's tensor.
+    # Use DLPack, because `numpy()` would permanently fix the size of the program's tensor.
     bits = np.from_dlpack(value.detach().view(patterns[value.element_size()]).cpu())
     return int(np.add.reduce(bits, axis=None, dtype=max(bits.dtype, np.dtype(np.int32))))
 

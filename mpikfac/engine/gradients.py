@@ -242,7 +242,7 @@ class Gradients:
             self._reader.read()
 
     def accumulate(self) -> None:
-        """Store the gradients of a part of the local batch, and prepare for the next part."""
+        """Store the gradients of one part of the local batch, and prepare for the next part."""
         self.read()
         self.sender.accumulate()
         self.counts.accumulate()

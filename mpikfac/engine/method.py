@@ -156,7 +156,7 @@ class MethodFactory:
         """Plan the communication, and check that choices, ranks and optimizer are compatible.
 
         Raises:
-            ValueError: they are not.
+            ValueError: they are not compatible.
         """
         shapes, means = model.of_uncovered()
         ranks, itemsize, split = team.trains.size, model.dtype.itemsize, model.split

@@ -139,7 +139,7 @@ class Layer:
         return [self]
 
     def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[RemovableHandle]:
-        """Call `hook` after each forward call of a module of the layer; return what to remove.
+        """Call `hook` after each forward call of one of the layer's modules; return what to remove.
 
         The hook runs before all hooks of the program, which could replace the module's output.
         """

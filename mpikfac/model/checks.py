@@ -36,7 +36,8 @@ log = logging.getLogger("mpikfac")
 def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
     """Return the dtype to compute in, and the device, of tensors that share both.
 
-    The dtype is that of the tensors, but float32 for bfloat16, which has too few digits for sums.
+    The dtype is the tensors', except that bfloat16, which has too few digits for sums, becomes
+    float32.
 
     Raises:
         ValueError: nothing is trained, or a tensor differs from the first one.

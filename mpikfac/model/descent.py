@@ -41,7 +41,7 @@ class Descent(Optimizer):
         super().__init__(params, numbers)
 
     def momentum(self, step: int) -> float:
-        """Return the momentum in force at any step, which is that of the first group."""
+        """Return the momentum of the first parameter group, regardless of `step`."""
         return float(self.param_groups[0]["momentum"])
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ def check_unsharded(model: nn.Module) -> None:
             torch's tensor-parallel plans, or of DeepSpeed's ZeRO-3.
     """
     for name, module in model.named_modules():
-        # By name: importing the class takes longer than importing all of this library.
+        # Compare names, because importing the class takes longer than importing this whole library.
         if any(kind.__name__ == FSDP for kind in type(module).__mro__):
             raise _refusal(f"{name or 'the model'} is wrapped in {FSDP}")
     for name, parameter in model.named_parameters():

@@ -33,8 +33,8 @@ def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
 def alike(tensors: Mapping[Key, Tensor]) -> list[list[Key]]:
     """Return the keys grouped by equal shape and dtype; on the CPU, every key separately.
 
-    A GPU takes as long to launch a small kernel as to run it. On the CPU, a stack would only cost a
-    copy.
+    A GPU takes as long to launch a small kernel as to run it. On the CPU, stacking would add
+    a copy and gain nothing.
     """
     groups: dict[object, list[Key]] = {}
     for name, tensor in tensors.items():

@@ -24,7 +24,7 @@ class Layouts:
     Attributes:
         statistics: a batch's factors, each a sum next to its number of examples; `by_form`, or
             owner by owner if factors are reduced to owners.
-        squares: statistics as square matrices, if these are sent; else nothing.
+        squares: statistics as square matrices, if these are sent; otherwise empty.
         averages: running averages, `by_form`.
         bases: decompositions: one segment per row of the column, and one of the factors that every
             worker decomposes.

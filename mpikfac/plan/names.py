@@ -1,4 +1,4 @@
-"""The names of the stages of a step, of the items of a state, and of a rank's kinds of memory.
+"""The names of a step's stages, of a state's items, and of a rank's kinds of memory.
 
 Plan, execution, trace, prediction and reports use the same name for a stage. For a stage with
 messages, it is `Message.stage`.

@@ -15,9 +15,9 @@ class Operations:
 
     Attributes:
         passes: the multiplications of the forward and backward pass.
-        statistics: those of an update of the factors.
-        decomposition: those of a refresh.
-        direction: those that compute the direction of a step.
+        statistics: the multiplications of a factor update.
+        decomposition: the multiplications of a refresh.
+        direction: the multiplications that compute a step's direction.
     """
 
     passes: int = 0
@@ -51,7 +51,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class CallSize:
-    """The size of a call of a layer in a pass.
+    """The size of one layer call in a pass.
 
     Attributes:
         examples: the number of examples.

@@ -30,7 +30,7 @@ Kinds = Mapping[str, Hashable]
 def messages(
     rank: RankPlan, statistics: bool, refresh: bool, clipped: bool = True, turn: int | None = None
 ) -> list[Message]:
-    """Return the messages of a step in order, without those of extensions; see `Plan.messages`.
+    """Return the messages of a step in order, excluding those of extensions; see `Plan.messages`.
 
     Replicas of the model step with their own gradients, which are not reduced.
     """

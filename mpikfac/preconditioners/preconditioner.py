@@ -47,7 +47,7 @@ class Held:
             the preconditioner keeps no products.
         scales: estimates of the products of eigenvalues `[outputs, inputs]`; None if the layer has
             none.
-        damping: the damping in force.
+        damping: the current damping.
     """
 
     a: Mapping[str, Side]

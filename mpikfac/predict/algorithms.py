@@ -340,7 +340,7 @@ def _doubling_sums(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _doubling_parts(parts: np.ndarray, together: int) -> list[Round]:
-    """Exchange the parts received so far at doubling distances; else Bruck's algorithm."""
+    """Exchange the parts received so far at doubling distances, or use Bruck's algorithm."""
     if _whole(len(parts)) < len(parts):
         return _bruck(parts, together)
     return [

@@ -34,7 +34,7 @@ UNEQUAL = ("Reduce_scatter", "Alltoall", "Allgatherv")
 BLOCKING = {"Iallreduce": "Allreduce", "Ireduce": "Reduce"}
 MEASURED_AS = BLOCKING | {"Alltoallv": "Alltoall"}
 DRAWS = 512  # points of the quadrature for the slowest rank's time
-CHAINED = 4 * PIECE  # bytes of a piece of a message, in float32
+CHAINED = 4 * PIECE  # bytes per piece of a message, in float32
 PIECES = dict.fromkeys(("Allreduce", "Reduce", "Reduce_scatter", "Alltoall"), CHAINED)
 PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)
 """Bytes of a piece of a collective that is sent in pieces."""

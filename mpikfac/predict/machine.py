@@ -198,7 +198,7 @@ def machine_from_json(text: str | bytes) -> Machine:
     if (per_node is None) != (values.get("between") is None):
         raise ValueError(
             f"ranks_per_node={per_node} and between={values.get('between')} belong together: set "
-            f"both if there are several nodes, else neither"
+            f"both if there are several nodes, otherwise neither"
         )
     hidden = values.get("hidden", 1.0)
     if type(hidden) not in (int, float) or not -10 <= hidden <= 1:

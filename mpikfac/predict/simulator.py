@@ -54,7 +54,7 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """Predict the steps of `plan` on a machine.
 
     With replicas of the model, every kind of step is a mean over steps with and without an
-    exchange. With clients and servers, the steps are those of a client.
+    exchange. With clients and servers, the steps are a client's.
 
     Raises:
         ValueError: the machine has no times for the model or for the preconditioner, or a field of

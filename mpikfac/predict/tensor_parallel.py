@@ -28,7 +28,7 @@ from mpikfac.predict.machine import Machine
 
 Cost = Callable[[Sequence[Message]], float]
 Ways = Mapping[Place, tuple[float, dict[str, Channels]]]
-"""By the role of a row's last layer: the lowest cost of the row so far, and its split layers."""
+"""Map the role of a row's last layer to the row's lowest cost so far and its split layers."""
 
 
 def choose_tensor_parallel_plan(

@@ -20,7 +20,7 @@ class LevenbergMarquardt:
     [Martens & Grosse 2015, 6.5].
 
     Args:
-        damping: the initial damping; later, the damping in force.
+        damping: the initial damping; later, the current damping.
         damping_adaptation_interval: steps from one call of `KFAC.update_damping` to the next.
         damping_adaptation_decay: the factor per step, in (0, 1), by which the damping is
             multiplied or divided.
@@ -55,7 +55,7 @@ class LevenbergMarquardt:
             )
 
     def __call__(self, step: int) -> float:
-        """Return the damping in force, at any step."""
+        """Return the current damping, regardless of `step`."""
         return self.damping
 
     def due(self, steps: int) -> bool:
@@ -117,5 +117,5 @@ class Damping:
 
     @property
     def adapted(self) -> LevenbergMarquardt | None:
-        """The number, if `KFAC.update_damping` adapts it; else None."""
+        """The number, if `KFAC.update_damping` adapts it; None otherwise."""
         return self.number if isinstance(self.number, LevenbergMarquardt) else None

@@ -1,4 +1,4 @@
-"""The hyperparameters of K-FAC, constant or scheduled, at any step."""
+"""The hyperparameters of K-FAC, constant or scheduled, and their values at a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpikfac.settings.schedule import Schedule, evaluate, every, in_force
 
 @dataclass(frozen=True)
 class Numbers:
-    """The hyperparameters in force at a step; for a first-order step, only `step` is set.
+    """The values of the hyperparameters at a step; for a first-order step, only `step` is set.
 
     Attributes:
         step: the number of steps completed before this one.
@@ -70,14 +70,14 @@ class Settings:
         one_of("cuda_graph", self.cuda_graph, (False, True))
         if self.grafting.momentum and self.clip is not None:
             raise ValueError(
-                f"momentum={self.grafting.momentum!r} for gradients needs clip=None, not "
+                f"gradient momentum (momentum={self.grafting.momentum!r}) needs clip=None, not "
                 f"{self.clip!r}: the direction does not depend on the step's gradient alone"
             )
         for name in ("factor_update_steps", "inv_update_steps"):
             self.due(name, 0)
 
     def at(self, step: int, stagger: int = 1) -> Numbers:
-        """Return the hyperparameters in force at `step`, with refreshes in `stagger` slots.
+        """Return the values of the hyperparameters at `step`, with refreshes in `stagger` slots.
 
         Raises:
             ValueError: a value is out of bounds.

@@ -34,9 +34,8 @@ def made_up(monkeypatch):
     """Return a function that replaces all entries by one with a given row."""
 
     def replaced(row: Row) -> None:
-        for name in list(ENTRIES):
-            monkeypatch.delitem(ENTRIES, name)
-        monkeypatch.setitem(ENTRIES, "made-up", replace(MADE_UP, rows=lambda: [row]))
+        entries = {"made-up": replace(MADE_UP, rows=lambda: [row])}
+        monkeypatch.setattr("mpikfac_apps.lab.reproduce.reproduce.ENTRIES", entries)
 
     return replaced
 

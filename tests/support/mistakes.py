@@ -83,7 +83,7 @@ TABLE = (
     Mistake(
         "optimizers by name: an error prints a method's address instead of the momentum",
         "optimizer.py",
-        "grafting = grafting.with_momentum(momentum)  # error messages print the number",
+        "grafting = grafting.with_momentum(momentum)  # so that error messages print the number",
         "pass",
         "tests/unit/test_kfac_optimizer.py",
     ),

@@ -171,7 +171,7 @@ def test_a_state_resumes_with_a_scheduler():
         ({"momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
         ({"weight_decay": math.nan}, "weight_decay=nan must be a finite number"),
         ({"grafting": "adam"}, "grafting='adam' must be None or mpikfac.AdamGrafting"),
-        ({"grafting": NoGrafting()}, "momentum=0.9 for gradients needs grafting=AdamGrafting"),
+        ({"grafting": NoGrafting()}, r"momentum=0.9\) needs grafting=AdamGrafting"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(arguments, text):

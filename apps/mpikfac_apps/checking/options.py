@@ -1,4 +1,4 @@
-"""The options of the check of a model; help does not import torch."""
+"""The options of the model check; help does not import torch."""
 
 from __future__ import annotations
 

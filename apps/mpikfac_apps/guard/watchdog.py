@@ -96,7 +96,7 @@ class Watchdog:
     def begin_write(self, step: int, unfinished: Callable[[], bool]) -> None:
         """Begin to write a checkpoint in the background, on all ranks.
 
-        Its limit is that of a checkpoint for which the steps wait.
+        It has the same limit as a checkpoint for which the steps wait.
 
         Args:
             unfinished: returns whether this rank is still writing.

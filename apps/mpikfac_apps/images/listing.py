@@ -14,7 +14,7 @@ SAMPLE = 64  # number of images whose bytes a restart compares; comparing all wo
 
 
 class ImagePlace(NamedTuple):
-    """The location of the bytes of an image.
+    """The location of an image's bytes.
 
     Attributes:
         path: a file.

@@ -22,7 +22,7 @@ def check_package(path: Path) -> None:
     """Check that the package that a file needs is installed.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the package is not installed.
     """
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ValueError(

@@ -40,7 +40,8 @@ def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not a file of weights: {reason}") from error
     if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
         raise ValueError(f"{path} must contain a state_dict: tensors by name, and nothing else")
-    for name, tensor in tensors.items():  # elements can share the bytes of a file without limit
+    for name, tensor in tensors.items():
+        # Strided tensors can reuse bytes, so a small file can describe a tensor of any size.
         if tensor.numel() * tensor.element_size() > len(content):
             raise ValueError(f"{path} is not a file of weights: {name} is larger than the file")
     return dict(tensors)
@@ -91,5 +92,5 @@ def last_module(model: nn.Module) -> str:
 
 
 def form(tensors: Mapping[str, Tensor], name: str) -> str:
-    """Return a description of the shape of a tensor."""
+    """Return a description of a tensor's shape."""
     return f"shape {list(tensors[name].shape)}" if name in tensors else "no such tensor"

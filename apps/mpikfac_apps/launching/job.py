@@ -36,12 +36,12 @@ class Order:
     """A job to run.
 
     Attributes:
-        command: the MPI launcher, its options, and the program of a rank.
-        program: the program of a rank, the end of `command`.
-        environment: the variables of the job.
+        command: the MPI launcher, its options, and the program that each rank runs.
+        program: the program that each rank runs (the last part of `command`).
+        environment: the job's environment variables.
         directory: a directory for this job alone, in which ranks look for a request to stop.
-        saves: whether the program responds to the request with a checkpoint; else ranks get
-            SIGTERM.
+        saves: whether the program responds to the request by saving a checkpoint; if not, ranks
+            are sent SIGTERM.
     """
 
     command: Sequence[str]

@@ -113,7 +113,7 @@ def _check_timeout(timeout: str, name: str) -> None:
     """Check the limit of a watchdog.
 
     Raises:
-        ValueError: it is not a number of seconds, or the program has its own option.
+        ValueError: the limit is not a number of seconds, or the program has its own option.
     """
     if name in PROGRAMS:
         raise ValueError(f"{TIMEOUT} {timeout} before {name} is for scripts; put it after {name}")
@@ -161,7 +161,7 @@ def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
     """Check that ranks can be started here: not inside a scheduler's job or an MPI job.
 
     Raises:
-        ValueError: they cannot; the message is one line with the command to use instead.
+        ValueError: ranks cannot be started here; the one-line message names the command to use.
     """
     ranks, words = program.ranks, shlex.join(program.words)
     if "SLURM_JOB_ID" in environ:

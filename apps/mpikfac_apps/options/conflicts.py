@@ -182,7 +182,7 @@ def check_pillow(what: str) -> None:
     """Check that the package that decodes images is installed.
 
     Raises:
-        ValueError: it is missing; the message is one line with the remedy.
+        ValueError: the package is missing; the message is one line with the remedy.
     """
     if importlib.util.find_spec("PIL") is None:
         raise ValueError(
@@ -250,7 +250,7 @@ def pixels(data: DataOptions) -> int | None:
 
 
 def doubt(options: Options) -> str:
-    """Return a warning if the network would reduce the images to almost nothing; else ""."""
+    """Return a warning if the network would reduce the images to almost nothing, or ""."""
     image, size = network(options.model).image, pixels(options.data)
     if image is None or size is None or size * 2 > min(image[1:], default=0):
         return ""
@@ -265,7 +265,7 @@ def check_parts(options: Options, ranks: int) -> None:
     """Check that the number of virtual ranks or passes fits the batch.
 
     Raises:
-        ValueError: it does not; the message is one line with the options.
+        ValueError: the number does not fit; the message is one line with the options.
     """
     virtual, batches = options.virtual_ranks, numbers_of(options.batch)
     for batch in filter(None, batches):

@@ -442,7 +442,7 @@ def _typed(base: type[Choice], tree: Mapping[str, Any], joint: str, usual: Any) 
 
 
 def flat(options: DataclassInstance) -> dict[str, Any]:
-    """Return the values of the options of a dataclass by key, as strings, numbers and lists."""
+    """Return a dataclass's option values by key, as strings, numbers and lists."""
     found = leaves(type(options), types_of(options))
     return {leaf.key: _value_of(options, leaf) for leaf in found}
 

@@ -36,13 +36,13 @@ def base_of(hint: Any) -> type[Choice] | None:
 
 
 def fields_of(options: type[Any]) -> set[str]:
-    """Return the names of the joints among the fields of a dataclass of options."""
+    """Return the names of those fields of an options dataclass that are joints."""
     hints = typing.get_type_hints(options)
     return {name for name, hint in hints.items() if base_of(hint) is not None}
 
 
 def allowed(base: type[Choice]) -> str:
-    """Return a description of the types of a joint."""
+    """Return a description of a joint's types."""
     return f"one of {', '.join([*named_types(base), OWN])}"
 
 

@@ -50,7 +50,7 @@ class Foreseen:
 def calls_of(
     name: str, model: nn.Module, kfac: KfacOptions, image: tuple[int, ...] | None, examples: int
 ) -> Calls:
-    """Return the calls of the layers of a network in a pass of `examples` images.
+    """Return the calls of a network's layers in a pass over `examples` images.
 
     There are none if the shape of an image is unknown, or the network's code reads values.
 

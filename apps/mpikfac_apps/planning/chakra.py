@@ -113,7 +113,7 @@ def nodes(
 
 
 def computation(seconds: float) -> list[list[bytes]]:
-    """Return the content of the node of a computing stage."""
+    """Return the content of a computing stage's node."""
     duration = field(7, round(seconds * 1e6))
     return [[field(3, COMPUTATION) + duration + attribute("is_cpu_op", False)]]
 
@@ -163,7 +163,7 @@ def passing(message: Message, team: Sequence[int], member: int) -> Iterator[byte
 
 
 def node(kind: int, attributes: Mapping[str, Any]) -> bytes:
-    """Return the content of a node of messages."""
+    """Return the content of a message node."""
     values = b"".join(attribute(name, value) for name, value in attributes.items())
     return field(3, kind) + attribute("is_cpu_op", False) + values
 

@@ -47,7 +47,7 @@ TABLE = 60  # layers; for larger models, a line names several layers
 Kind = tuple[str, str, str]
 """Stage, collective and communicator of messages."""
 Sent = tuple[tuple[Kind, tuple[int, int, int]], ...]
-"""What a rank sends in a step: number, bytes and wire of the messages of a kind, in order."""
+"""What a rank sends in a step: the number, bytes and wire of each kind of message, in order."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -74,7 +74,10 @@ class Crew:
             self.members[member] = Member(self.problem, member, first, self.trace)
 
     def step(self, step: int) -> list[tuple[Tensor, Tensor, int]]:
-        """Let all members take a step; return each one's loss, sum of the measure and images."""
+        """Let all members take a step.
+
+        Return the loss, the sum of the measure and the number of images of each member.
+        """
         images, labels = self.problem.batches.get(*self.problem.calendar.place(step))
         taken = [(*m.step(step, images, labels), len(images)) for m in self.members.values()]
         self.steps += 1
@@ -122,7 +125,7 @@ class Crew:
             member.trainer.close()
 
     def state_dict(self) -> State:
-        """Return the rank's part of the states of its members; not collective."""
+        """Return the rank's part of its members' states; not collective."""
         states = {m: member.state() for m, member in self.members.items()}
         items = {
             f"member-{m}/{n}": value for m, state in states.items() for n, value in state.items()

@@ -112,7 +112,8 @@ def check(options: PopulationOptions, ranks: int) -> None:
     """Check for options that a population does not support.
 
     Raises:
-        ValueError: there is one; the message is one line with the option and a valid value.
+        ValueError: an option is not supported; the one-line message names the option and a valid
+            value.
     """
     members, names, train = options.population.members, options.population.numbers, options.train
     known = ("lr", "damping") if train.optimizer == "kfac" else ("lr",)

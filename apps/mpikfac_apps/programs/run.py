@@ -130,7 +130,7 @@ class ProgramRun(Loop):
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the rank's part of the state of the work."""
+        """Return the rank's part of the work's state."""
         return self.work.state()
 
     def about(self) -> dict[str, Any]:

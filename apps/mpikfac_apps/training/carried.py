@@ -9,7 +9,7 @@ from typing import Any
 import mpikfac
 from mpikfac_apps.options.options import Options
 
-MOMENTA = "kfac/momentum/"  # the prefix of the names of momenta of gradients
+MOMENTA = "kfac/momentum/"  # the prefix of the names of gradient momenta
 KINDS = {
     "factors": ("kfac/factors/", "kfac/vectors/", "kfac/gradient-factors/"),
     "decompositions": ("kfac/bases/",),

@@ -127,8 +127,8 @@ def _pinned(
 ) -> dict[str, Any]:
     """Return choices that the checkpoint's run left open, and that this version would change.
 
-    Files that the checkpoint names are not executed: options that name code are those of this
-    start.
+    Files that the checkpoint names are not executed: options that name code are taken from
+    this start.
     """
     given = flat(options)
     code = {key: given[key] for key in OF_CODE}
@@ -273,7 +273,7 @@ def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
 
 
 def check_images(before: Mapping[str, Any], now: Mapping[str, int]) -> None:
-    """Check that training images are those of the saved run, and log changed test images.
+    """Check that training images are the same as in the saved run, and log changed test images.
 
     Args:
         before: the checksums in the checkpoint; see `Dataset.checksums`.

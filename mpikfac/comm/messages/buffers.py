@@ -38,7 +38,7 @@ def check_sendable(stage: str, count: int) -> None:
     """Check that `count` elements or bytes fit into one MPI message.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they do not fit.
     """
     if count > MAX_COUNT:
         raise ValueError(

@@ -163,7 +163,7 @@ class Factors(Part):
     # -- a batch ---------------------------------------------------------------------------------
 
     def accumulate(self) -> None:
-        """Store the sums of a part of the local batch, and reset them for the next part."""
+        """Store the sums of one part of the local batch, and reset them for the next part."""
         self.sender.accumulate()
         self.statistics.flat.zero_()
 

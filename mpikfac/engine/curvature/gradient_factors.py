@@ -2,7 +2,7 @@
 
 A, also called R, is the running mean of `X' X`, and G, also called L, that of `Y Y'`. The
 preconditioner computes X and Y from the averaged gradient `[outputs, inputs]`; see
-`Preconditioner.squared`. All later stages are those of K-FAC.
+`Preconditioner.squared`. All later stages are the same as in K-FAC.
 """
 
 from __future__ import annotations

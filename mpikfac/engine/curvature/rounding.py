@@ -98,5 +98,5 @@ def _warn_marked(warn: Warn, names: Sequence[str], marks: Sequence[float]) -> No
 
 
 def _order(side: tuple[Factor, ...]) -> float:
-    """Return the total order of all factors of a side, for one group."""
+    """Return the sum of the orders of a side's factors in one group."""
     return sum(factor.size for factor in side) / side[0].groups

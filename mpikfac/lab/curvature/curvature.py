@@ -460,7 +460,7 @@ def _check_trainer(trainer: KFAC) -> None:
     """Check that the trainer's factors estimate a Fisher matrix at weights that all ranks have.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they do not estimate one, or each rank has its own weights.
     """
     estimator, sync = trainer.estimator, trainer.plan.strategy.sync
     if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
@@ -474,7 +474,7 @@ def _check_trainer(trainer: KFAC) -> None:
 
 
 def _damping_of(trainer: KFAC) -> Damping:
-    """Return the damping in force as a number."""
+    """Return the current damping as a number."""
     damping = trainer.settings.damping
     number = in_force("damping", damping.number, trainer.steps)
     return Damping(relative=number) if damping.is_relative else Damping(number)

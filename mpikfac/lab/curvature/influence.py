@@ -148,7 +148,7 @@ def _check_size(owners: Owners, queries: int) -> None:
     Collective over: comm of the owners.
 
     Raises:
-        UserError: they do not fit, on all ranks.
+        UserError: the queries do not fit; raised on all ranks.
     """
     counts, parameters = owners.integers(queries), sum(owners.sizes)
     memory = min(owners.integers(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))

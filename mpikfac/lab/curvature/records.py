@@ -156,7 +156,7 @@ def _check_examples(records: Records, examples: int) -> None:
 
 def _on_call(layer: Layer, records: list[RecordedCall], _: nn.Module, *called: Any) -> None:
     call = layer.watch(*called)
-    if call is not None and call[0].numel():  # a rank can have no examples
+    if call is not None and call[0].numel():  # a rank may have zero examples
         x, listen = call
         single = x.dim() < layer.dimensions  # one example without a batch dimension
         listen(

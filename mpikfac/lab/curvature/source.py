@@ -52,7 +52,7 @@ class Segment:
         check_positive("length", self.length)
 
     def decay(self) -> Function:
-        """Return the factor of a deviation of the weights from before the segment."""
+        """Return the factor by which a deviation of the weights shrinks over the segment."""
         return lambda values: torch.exp(-self.length * self._rates(values))
 
     def response(self) -> Function:

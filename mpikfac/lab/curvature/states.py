@@ -25,7 +25,7 @@ def find(comm: Comm, path: Path) -> Checkpoint:
     Collective over: comm.
 
     Raises:
-        UserError: there is none, or its manifest is damaged.
+        UserError: there is no complete checkpoint, or its manifest is damaged.
     """
     newest: Path | None = None
     with together(comm, f"looking for a checkpoint in {path}"):

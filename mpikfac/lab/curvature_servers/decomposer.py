@@ -117,8 +117,8 @@ def run_curvature_server(
 
     Args:
         team: from `split_comm`.
-        device: where to decompose; the results are those of training ranks with the same kind of
-            device.
+        device: where to decompose; the results are the same as on training ranks with the same kind
+            of device.
         trace: records seconds and bytes of the stages.
     """
     if (curvature := team.intercomm) is None:

@@ -92,7 +92,7 @@ class Replicas(Synchronization):
         return turns - 1 if self.alone(step) and not later else None
 
     def share_of_steps(self, stage: str) -> float:
-        """Return the fraction of steps that end with messages of `stage`, a stage of exchanges."""
+        """Return the fraction of steps that end with messages of the exchange stage `stage`."""
         return 1 / self.sync_every
 
     # -- in the plan -----------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Replicas(Synchronization):
         return self.vectors(copies) * copies.layout.size
 
     def exchange(self, copies: PlannedCopies) -> list[Message]:
-        """Return the messages of an exchange of replicas."""
+        """Return the messages in which replicas exchange their weights."""
         return copies.average_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
@@ -158,7 +158,7 @@ class LocalSGD(Replicas):
     aggregation: Aggregation = Mean()
 
     def exchange(self, copies: PlannedCopies) -> list[Message]:
-        """Return the messages of an exchange of replicas."""
+        """Return the messages in which replicas exchange their weights."""
         return copies.average_copies() if self.aggregation.sums else copies.combine_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
@@ -248,7 +248,7 @@ class DiLoCo(LocalSGD):
         return (self.fragments, self.delay, self.mixing) != (1, 0, 0.0)
 
     def exchange(self, copies: PlannedCopies) -> list[Message]:
-        """Return the messages of an exchange of replicas."""
+        """Return the messages in which replicas exchange their weights."""
         return copies.streams() if self.streams else super().exchange(copies)
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
@@ -321,7 +321,7 @@ class DASO(Replicas):
         return "node"
 
     def exchange(self, copies: PlannedCopies) -> list[Message]:
-        """Return the messages of an exchange of replicas."""
+        """Return the messages in which replicas exchange their weights."""
         return copies.streams()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:

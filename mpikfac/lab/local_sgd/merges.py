@@ -86,7 +86,7 @@ class Merge:
         """Change the gradients of a step that the rank takes independently."""
 
     def end_step(self, step: int) -> bool:
-        """End an independent step; return whether votes are those of all ranks.
+        """End an independent step; return whether votes include all ranks.
 
         Collective over: world, if an exchange is due.
         """
@@ -187,7 +187,7 @@ class Streamed(OuterStep):
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        # By part: the step at which its mean is used, and the member that sends it.
+        # For each part, the step at which its mean is used, and the member that sends it.
         self._under_way: dict[int, tuple[int, int]] = {}
         parts = range(self.sync.fragments)
         names = self.copies.fragments

@@ -75,7 +75,7 @@ class PlannedCopies:
     # -- messages --------------------------------------------------------------------------------
 
     def reduce_in_node(self) -> list[Message]:
-        """Return the reduction of the gradients of the ranks that step the same replica."""
+        """Return the reduction of gradients over the ranks that step the same replica."""
         size = self.rank.itemsizes.numbers
         if self.node == 1:
             return []
@@ -83,7 +83,7 @@ class PlannedCopies:
         return [message(names.REDUCE_GRADIENTS, "Allreduce", over, everything, self.node, size)]
 
     def exchange_weights(self) -> list[Message]:
-        """Return the messages of an exchange of replicas, or of their changes."""
+        """Return the messages in which replicas exchange their weights, or their changes."""
         exchange: list[Message] = self.sync.exchange(self)
         return exchange
 
@@ -124,7 +124,7 @@ class PlannedCopies:
         """The ranks that a leader leads, by communicator: all ranks, and those of a node."""
         ranks, per_node = self.rank.grid.count, self.rank.strategy.transport.ranks_per_node or 1
         teams = {"world": range(ranks)}
-        if 1 < per_node < ranks and self.node == 1:  # else a node has one replica
+        if 1 < per_node < ranks and self.node == 1:  # otherwise, a node has one replica
             first = self.rank.rank // per_node * per_node
             teams[IN_NODE.format("world")] = range(first, first + per_node)
         return teams

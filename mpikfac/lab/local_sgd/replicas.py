@@ -56,7 +56,7 @@ class Copies(OneModel):
 
     Attributes:
         differ: whether replicas can differ between ranks.
-        heard: whether votes are those of all ranks.
+        heard: whether votes include all ranks.
     """
 
     def __init__(self, site: Site, gradients: Gradients) -> None:

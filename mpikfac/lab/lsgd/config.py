@@ -71,7 +71,7 @@ class LSGD(Replicas):
         return self.local_sync_every or self.sync_every
 
     def share_of_steps(self, stage: str) -> float:
-        """Return the fraction of steps that end with messages of `stage`, a stage of exchanges."""
+        """Return the fraction of steps that end with messages of the exchange stage `stage`."""
         return 1 / (self.in_node if stage == names.EXCHANGE_IN_NODE else self.sync_every)
 
     def exchange(self, copies: PlannedCopies) -> list[Message]:

@@ -121,7 +121,7 @@ class AsyncSGD(Trainer):
     def combined(self) -> bool:
         """Whether all clients have met since the last step, so that all have the same model.
 
-        If so, votes are those of all clients. Otherwise, they are each client's latest.
+        If so, votes include all clients. Otherwise, they are each client's latest.
         """
         return self._client.heard
 
@@ -280,7 +280,7 @@ class Client(OneModel):
         self._note_meeting()
 
     def _note_meeting(self) -> None:
-        """Record that all clients have the same model, and votes are those of all clients."""
+        """Record that all clients have the same model, and that votes include all clients."""
         self.heard = True
 
     # -- steps -----------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ class Client(OneModel):
 
 
 class Accumulated(Everyone):
-    """Add a client's gradients to an update, in place of a step of the optimizer."""
+    """Add a client's gradients to an update, in place of an optimizer step."""
 
     def __init__(self, gradients: Gradients, client: Client) -> None:
         super().__init__(gradients)

@@ -56,7 +56,7 @@ class ParameterServer(Synchronization):
         """Check that the ranks can be divided into clients.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: the ranks cannot be divided into clients.
         """
         check_divides("sync.ranks_per_client", self.ranks_per_client, ranks)
 

@@ -106,8 +106,8 @@ def exchange_rows(
             raise ValueError(f"{name}={counts} must contain {group.size} counts of at least 0")
     if sum(counts_out) != len(rows) or counts_out[group.member] != counts_in[group.member]:
         raise ValueError(
-            f"counts_out={counts_out} and counts_in={counts_in} must fit {len(rows)} rows on "
-            f"member {group.member}"
+            f"counts_out={counts_out} must add up to {len(rows)} rows, and must equal "
+            f"counts_in={counts_in} at member {group.member}"
         )
     group.check_gradients(rows)
     exchange = partial(group.pass_rows, counts_out=counts_out, counts_in=counts_in)

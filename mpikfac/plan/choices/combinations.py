@@ -50,7 +50,7 @@ class Choices:
         return value.name if isinstance(value, Choice) else value
 
     def of_method(self, name: str) -> str:
-        """Return the method that has the property `name`, such as "sync='parle'"; else ""."""
+        """Return the method that has the property `name`, such as "sync='parle'", or ""."""
         joint, _, field = name.rpartition(".")
         if name in self._settings or not joint:
             return ""

@@ -64,8 +64,8 @@ class Grafting(Choice):
             return replace(self, momentum=momentum)  # type: ignore[call-arg]
         if momentum:
             raise ValueError(
-                f"momentum={momentum!r} for gradients needs grafting=AdamGrafting(...), not "
-                f"{self!r}; use momentum=0"
+                f"gradient momentum (momentum={momentum!r}) needs grafting=AdamGrafting(...), "
+                f"not {self!r}; otherwise, set momentum=0"
             )
         return self
 

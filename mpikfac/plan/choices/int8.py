@@ -1,6 +1,6 @@
 """Blocks of 16 values with a common exponent and 8 bits per value.
 
-The exponent is that of the largest value of the block; values are multiples of `2^exponent / 64`.
+The exponent is taken from the block's largest value; values are multiples of `2^exponent / 64`.
 The format is OCP's MXINT8 with shorter blocks: no block spans two layers, because the
 values of different layers can differ by orders of magnitude. Values that are not finite in float32
 become NaN.

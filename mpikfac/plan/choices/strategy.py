@@ -78,7 +78,7 @@ class Strategy:
         """Check that the number of ranks suits the columns, the nodes and the virtual ranks.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the number does not suit one of them.
         """
         self.assignment.workers(ranks)
         self.sync.check_ranks(ranks)

@@ -75,12 +75,12 @@ class Synchronization(Choice):
         """Check that the method works on `ranks` ranks.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the method does not work on `ranks` ranks.
         """
         self.aggregation.check_ranks(ranks)
 
     def share_of_steps(self, stage: str) -> float:
-        """Return the fraction of steps that end with messages of `stage`, a stage of exchanges."""
+        """Return the fraction of steps that end with messages of the exchange stage `stage`."""
         return 1.0
 
     def messages(self, rank: RankPlan) -> list[Message]:

@@ -129,7 +129,7 @@ def span(count: int, member: int, tp_size: int) -> tuple[int, int]:
 
 
 def slice_name(name: str, member: int) -> str:
-    """Return the name of the slice of a parameter."""
+    """Return the name of a member's slice of a parameter."""
     return f"{name}[{member}]"
 
 

@@ -36,7 +36,7 @@ def combine_gradients(rank: RankPlan, _turn: int | None = None) -> list[Message]
 
 
 def combine(rank: RankPlan, stage: str, layout: Layout) -> list[Message]:
-    """Return the messages of a robust rule, and the reductions of the tensors to average."""
+    """Return a robust rule's messages, and the reductions of the tensors to average."""
     means = dict.fromkeys(rank.means, 0)
     trained = dict.fromkeys(layout.shapes.keys() - means.keys(), 0)
     members, itemsize = (rank.grid.count, rank.rank), rank.itemsizes.numbers

@@ -200,7 +200,7 @@ def curve(
     primitive: str,
     codec: mpikfac.plan.Codec | None,
 ) -> tuple[tuple[float, float], ...]:
-    """Return the sizes and times of a collective of all groups, up to the first slow one.
+    """Return the sizes and times of all groups' collectives, up to the first slow one.
 
     Collective over: comm.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpikfac_apps.lab.reproduce import published, records, training
 from mpikfac_apps.lab.reproduce.entry import Entry
 
-SC20_RESULTS = "docs/results.md of github.com/gpauloski/kfac-pytorch at 04c75f5"
+SC20_RESULTS = "github.com/gpauloski/kfac-pytorch/blob/04c75f5/docs/results.md"
 
 _ENTRIES = (
     Entry(

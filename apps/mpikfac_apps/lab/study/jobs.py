@@ -147,7 +147,7 @@ def _job(words: list[str], output: Path, watch: Callable[[], None], mark: Mappin
     Args:
         mark: an environment variable by which the job's processes can be found.
     """
-    defaults = {"OMP_NUM_THREADS": "1"}  # else every rank would start a thread per core
+    defaults = {"OMP_NUM_THREADS": "1"}  # avoids one thread per core in every rank
     if os.geteuid() == 0:  # Open MPI requires two variables
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     queued, job = words[0] == "sbatch", None
@@ -229,7 +229,7 @@ def _end_left(cells: Path) -> None:
 
 
 def _others_seconds() -> float:
-    """Return the CPU seconds of the machine, without those of ended jobs of this process."""
+    """Return the machine's CPU seconds, excluding those of this process's finished jobs."""
     _, user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split()[:9]
     ticks = sum(map(int, (user, nice, system, *interrupts)))
     times = os.times()

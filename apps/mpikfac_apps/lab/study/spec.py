@@ -117,7 +117,7 @@ class Study:
     Attributes:
         machine: the machine to predict step times for; None for no predictions.
         predict_ranks: the numbers of ranks to predict the time to the target for.
-        measure: the measure of the tests of all cells.
+        measure: the measure of all cells' tests.
         target: the test result for which times are reported; None for the value that all complete
             cells reached.
         left_out: the labels of combinations that cannot run on their number of ranks, and why.
@@ -407,7 +407,7 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
 
 
 def _image(options: Options) -> tuple[int, ...] | None:
-    """Return the shape of an image of the data, or of a window; None if it is unknown."""
+    """Return the shape of an image or a window of the data; None if it is unknown."""
     usual, size = models.network(options.model).image, pixels(options.data)
     if usual is None or size is None:
         return usual

@@ -14,7 +14,7 @@ from mpikfac.model import fitting, laid_out
 from mpikfac_apps.inspecting.weights import last_module
 from mpikfac_apps.options.options import Options
 
-AVERAGED = "run/averaged"  # an item of checkpoints: the number of steps in the average
+AVERAGED = "run/averaged"  # a checkpoint item: the number of steps in the average
 
 
 def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:

@@ -292,7 +292,7 @@ def _warn_of_derivatives(layer: Layer) -> None:
     log.warning(
         "layer %r: the loss contains derivatives of the network with respect to its inputs "
         "(create_graph=True), as in PINNs or with a gradient penalty; the factors do not include "
-        "them: the curvature is that of the outputs alone. For a PINN, try less damping: "
+        "them, so they describe the curvature of the outputs alone. For a PINN, try less damping: "
         "damping=mpikfac.Damping(relative=1.0)",
         layer.name,
     )

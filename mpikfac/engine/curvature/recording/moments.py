@@ -36,7 +36,7 @@ class Moments(Part):
     layer.
 
     Attributes:
-        of_loss: whether gradients are those of the loss; otherwise, those of sampled labels.
+        of_loss: whether gradients belong to the loss; otherwise, to sampled labels.
         begin: where the chosen examples start, as a fraction of the distance between them, from 0
             to 1.
         vectors: the number of vectors in the passes of the batch, by layer; 0 for embeddings.
