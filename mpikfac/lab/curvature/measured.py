@@ -138,7 +138,9 @@ def factors_of(layer: Layer, flat: Tensor) -> dict[str, list[Tensor]]:
     """
     *_, vectors, examples = flat.tolist()
     if not vectors:
-        raise ValueError(f"the batches do not call layer {layer.name!r}")
+        raise ValueError(
+            f"the batches do not call layer {layer.name!r}; leave it out by `coverage` and `skip`"
+        )
     scales = layer.scales("expand", int(examples), int(vectors), vectors=False)
     shapes = [(side, factor) for side in layer.shape.sides for factor in layer.shape.side(side)]
     sizes = [factor.count * factor.order**2 for _, factor in shapes]

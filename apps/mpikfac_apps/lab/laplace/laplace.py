@@ -258,7 +258,7 @@ def last_alone(model: nn.Module, covered: mpikfac.Coverage) -> mpikfac.Coverage:
     """
     layers, last = mpikfac.layers.cover(model, covered)[0], weights.last_module(model)
     if last not in [layer.path for layer in layers]:
-        raise ValueError(f"--weights=last: no factors cover the last layer, {last}")
+        raise ValueError(f"no factors cover the last layer, {last}; use --weights=all")
     others = [layer.path for layer in layers if layer.path != last]
     return dataclasses.replace(covered, skip=[*covered.skip, *others])
 
