@@ -165,7 +165,7 @@ def test_a_state_resumes_with_a_scheduler():
         ({"strategy": 4}, "strategy=4 must be a Strategy, the name of one, or None"),
         (
             {"comm": "comm-opt"},
-            "comm='comm-opt' must be a communicator of mpi4py, a SplitComm, or None",
+            r"comm='comm-opt' must be a communicator of mpi4py, mpikfac.over\(group\), a SplitComm",
         ),
         ({"lr": -1.0}, "lr=-1.0 must be a finite number >= 0"),
         ({"momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
