@@ -222,7 +222,7 @@ def test_another_number_of_groups_is_refused(runs):
                 "--momentum=0",
                 "--weight_decay=0",
             ],
-            "groups=2 needs a kfac.grafting other than quadratic-model: its quadratic model",
+            "groups=2 needs a kfac.grafting other than quadratic-model: the quadratic model",
         ),
         (
             ["--groups=2", "--model=autoencoder", "--data.name=curves"],
