@@ -101,7 +101,7 @@ class Meeting(NamedTuple):
             return True
 
 
-class Kind(NamedTuple):
+class GroupKind(NamedTuple):
     """Describe process groups that can replace each other."""
 
     ranks: tuple[int, ...]
@@ -205,12 +205,12 @@ class ProcessGroupComm:
             groups.shared[kind] = groups.create(kind)
         return ProcessGroupComm(groups.shared[kind], name, sides)
 
-    def _kind(self, members: Sequence[int]) -> Kind:
+    def _kind(self, members: Sequence[int]) -> GroupKind:
         ranks = tuple(self._ranks[member] for member in members)
         if list(ranks) != sorted(ranks):
             raise ValueError(f"ranks {list(ranks)} of a process group must ascend")
         options = self._group._get_backend(torch.device("cpu")).options
-        return Kind(ranks, distributed.get_backend_config(self._group), options._timeout)
+        return GroupKind(ranks, distributed.get_backend_config(self._group), options._timeout)
 
     def Split(self, color: int = 0, key: int = 0) -> ProcessGroupComm:
         """Return the communicator of the ranks that pass the same color; keys must ascend."""
@@ -403,12 +403,12 @@ class Groups:
 
     def __init__(self, world: ProcessGroup) -> None:
         self.world = world
-        self.shared: dict[Kind, ProcessGroup] = {}
-        self.free: dict[Kind, list[ProcessGroup]] = {}
+        self.shared: dict[GroupKind, ProcessGroup] = {}
+        self.free: dict[GroupKind, list[ProcessGroup]] = {}
         self.created: Counter[tuple[int, ...]] = Counter()
         self.meetings: Counter[ProcessGroup] = Counter()
 
-    def create(self, kind: Kind) -> ProcessGroup:
+    def create(self, kind: GroupKind) -> ProcessGroup:
         """Return a new group.
 
         Collective over: the group's ranks.
