@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import cast
 
@@ -25,8 +26,9 @@ from mpikfac.comm.messages import (
     sum_in_order,
 )
 from mpikfac.comm.mpi import MPI
+from mpikfac.comm.process_group import ProcessGroupComm
 from mpikfac.errors import UserError
-from mpikfac.plan import BETWEEN_NODES, IN_NODE, Layout, Message, TensorParallelPlan
+from mpikfac.plan import BETWEEN_NODES, IN_NODE, PASSED, Layout, Message, TensorParallelPlan
 from mpikfac.trace import Trace
 
 
@@ -67,7 +69,7 @@ class Grid:
         self.world, self.column, self.row = (self._teams[n] for n in ("world", "column", "row"))
         self._progress: dict[str, ProgressThread] = {}
         self.trace = trace
-        self.combiner, self.encoded, self._buffers = _senders(trace, comm)
+        self.combiner, self.encoded, self._buffers = _senders(trace, self.world)
 
     def apart(self) -> Grid:
         """Return a grid with the same communicators, but separate message state.
@@ -153,7 +155,11 @@ class Grid:
     def _exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
         """Exchange uncompressed values of a type that MPI supports."""
         summed = any(message.primitive not in COPIES for message in messages)
-        with self._buffers.of(flat, messages[0].stage, summed) as buffer:
+        # NCCL would need those between pairs to be started as a batch.
+        pairs = any(message.primitive == PASSED for message in messages)
+        by_host = pairs and isinstance(self.world, ProcessGroupComm)
+        of = self._buffers.on_host if by_host else partial(self._buffers.of, summed=summed)
+        with of(flat, messages[0].stage) as buffer:
             for message in messages:
                 comm = self._teams[message.over]
                 sent = sent_elements(message, comm.rank) * flat.element_size()

@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeAlias, cast
 
 import torch
 
-from mpikfac.comm.mpi import LAUNCHERS, MPI, TORCHRUN, missing
-from mpikfac.comm.process_group import ProcessGroupComm, connected, over
+from mpikfac.comm.mpi import LAUNCHERS, MPI, TORCHRUN, connected, missing
+from mpikfac.comm.process_group import ProcessGroupComm, over
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError, looks
 
 Comm: TypeAlias = "MPI.Intracomm"
@@ -52,6 +52,7 @@ def world() -> MPI.Intracomm:
     Collective over: none.
 
     Raises:
+        ValueError: the process group of torch.distributed cannot send host memory.
         SystemExit: with code 2, after one line with the reason: `torchrun` started processes that
             are not connected yet, a launcher started N jobs of size 1, or this is a worker process,
             such as a data loader's.
@@ -59,9 +60,8 @@ def world() -> MPI.Intracomm:
     comm = MPI.COMM_WORLD
     if comm.size == 1 and connected() > 1:
         return over()
-    if TORCHRUN in os.environ and comm.size == 1:
+    if TORCHRUN in os.environ and comm.size == 1 and int(os.environ["WORLD_SIZE"]) > 1:
         _refuse_unconnected(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
-        return comm
     for size_name, rank_name in LAUNCHERS:
         claimed = int(os.environ.get(size_name, "0"))
         if claimed and comm.size == 1:
@@ -79,8 +79,6 @@ def _tell_alone() -> None:
 
 
 def _refuse_unconnected(claimed: int, rank: int) -> None:
-    if claimed == 1:
-        return
     if rank == 0:
         print(
             f"mpikfac: torchrun started {claimed} processes, which are not connected: call "
@@ -95,6 +93,14 @@ def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
     if rank == 0 and missing():
         text = f"{name}={claimed}, but several ranks need MPI ({missing()}): {REMEDY}"
         print(f"mpikfac: {text}", file=sys.stderr, flush=True)
+    elif rank == 0 and TORCHRUN in os.environ:
+        print(
+            f"mpikfac: {name}={claimed}, but MPI is not started in the processes of torchrun, and "
+            f"{TORCHRUN} says that it started this one: unset {TORCHRUN} for {claimed} ranks, or "
+            f"{name} for one process",
+            file=sys.stderr,
+            flush=True,
+        )
     elif rank == 0:
         print(
             f"mpikfac: {name}={claimed} but MPI sees 1 rank: the launcher started {claimed} "

@@ -14,6 +14,8 @@ from multiprocessing import parent_process
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from torch import distributed
+
 from mpikfac.errors import USAGE_ERROR
 
 LAUNCHERS = (
@@ -108,8 +110,8 @@ def _alone() -> Any:
 class _OnDemand:
     """The names of `mpi4py.MPI`; using the first one imports it and starts MPI.
 
-    Under `torchrun`, MPI is not started, unless the program has done so: each process would be an
-    MPI job of its own.
+    Under `torchrun`, and in a worker process that torch.distributed connects, MPI is not started,
+    unless the program has done so: each process would be an MPI job of its own.
 
     Attributes:
         missing: why no MPI library could be loaded; "" if one was, or was not needed.
@@ -121,7 +123,8 @@ class _OnDemand:
     def __getattr__(self, name: str) -> Any:
         _refuse_in_worker()
         missing = ""
-        if TORCHRUN in os.environ and "mpi4py.MPI" not in sys.modules:
+        by_torch = TORCHRUN in os.environ or (_is_worker() and connected())
+        if by_torch and "mpi4py.MPI" not in sys.modules:
             library = _alone()
         else:
             try:
@@ -142,9 +145,7 @@ def _refuse_in_worker() -> None:
         SystemExit: with code 2, after a line on stderr.
     """
     launched = any(size in os.environ for size, _ in LAUNCHERS)
-    main = getattr(sys.modules.get("__mp_main__"), "__name__", "")
-    worker = parent_process() is not None or main == "__mp_main__"
-    if launched and worker and "mpi4py.MPI" not in sys.modules:
+    if launched and _is_worker() and not connected() and "mpi4py.MPI" not in sys.modules:
         print(
             "mpikfac: a worker process must not start MPI, which its rank has already started: "
             "call world() under if __name__ == '__main__', or in a function that no worker calls",
@@ -152,6 +153,17 @@ def _refuse_in_worker() -> None:
             flush=True,
         )
         raise SystemExit(USAGE_ERROR)
+
+
+def _is_worker() -> bool:
+    main = getattr(sys.modules.get("__mp_main__"), "__name__", "")
+    return parent_process() is not None or main == "__mp_main__"
+
+
+def connected() -> int:
+    """Return the number of processes that torch.distributed connects; 0 if not initialised."""
+    initialised = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if initialised else 0
 
 
 if TYPE_CHECKING:
@@ -165,4 +177,4 @@ def missing() -> str:
     return str(getattr(MPI, "missing", ""))
 
 
-__all__ = ["LAUNCHERS", "MPI", "TORCHRUN", "missing"]
+__all__ = ["LAUNCHERS", "MPI", "TORCHRUN", "connected", "missing"]

@@ -10,7 +10,9 @@ import os
 import platform
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -21,7 +23,8 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from mpikfac.comm.mpi import MPI
+from mpikfac.comm.messages.collectives import bfloat16_sum
+from mpikfac.comm.mpi import MPI, connected
 from mpikfac.errors import RankLostError
 
 SOURCE = re.compile(r"^\[\S*\] ")
@@ -37,7 +40,8 @@ def over(group: ProcessGroup | None = None) -> MPI.Intracomm:
 
     The group needs a backend for host memory: "gloo", or "cpu:gloo,cuda:nccl" to send device
     memory by NCCL. Sums have the backend's order, which can differ from MPI's. Strategies with
-    servers need MPI.
+    servers need MPI. Processes outside a group must not call this: for some of them, torch's
+    `new_group` returns None.
 
     Collective over: none.
 
@@ -58,12 +62,6 @@ def over(group: ProcessGroup | None = None) -> MPI.Intracomm:
             f"init_process_group('cpu:gloo,cuda:nccl')"
         )
     return cast("MPI.Intracomm", ProcessGroupComm(group))
-
-
-def connected() -> int:
-    """Return the number of processes that torch.distributed connects; 0 if not initialised."""
-    initialised = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if initialised else 0
 
 
 class Request:
@@ -93,10 +91,22 @@ class Meeting(NamedTuple):
 
     def Test(self) -> bool:
         """Return whether all ranks have arrived."""
+        return self.add(0)
+
+    def add(self, arrived: int) -> bool:
+        """Count ranks that have arrived, and return whether these are all."""
         try:
-            return bool(self.store.add(self.key, 0) >= self.size)
+            return bool(self.store.add(self.key, arrived) >= self.size)
         except RuntimeError:  # the process with the store has left the meeting
             return True
+
+
+class GroupKind(NamedTuple):
+    """Describe process groups that can replace each other."""
+
+    ranks: tuple[int, ...]
+    backends: str
+    timeout: timedelta
 
 
 class ProcessGroupComm:
@@ -107,15 +117,20 @@ class ProcessGroupComm:
 
     Args:
         sides: the shape of a grid, for `Sub`.
+        pool: where `Free` returns the group.
 
     Attributes:
         direct: whether device buffers can be passed.
     """
 
     def __init__(
-        self, group: ProcessGroup, name: str = "world", sides: Sequence[int] = (), own: bool = False
+        self,
+        group: ProcessGroup,
+        name: str = "world",
+        sides: Sequence[int] = (),
+        pool: list[ProcessGroup] | None = None,
     ) -> None:
-        self._group, self._sides, self._own = group, tuple(sides), own
+        self._group, self._sides, self._pool = group, tuple(sides), pool
         self._ranks = distributed.get_process_group_ranks(group)
         self.rank, self.size = distributed.get_rank(group), len(self._ranks)
         self.name = name
@@ -127,10 +142,13 @@ class ProcessGroupComm:
 
         Raises:
             RankLostError: it failed, because another rank has ended or takes no part.
+            RuntimeError: it failed for another reason, such as too little memory.
         """
         try:
             return function(*args, **settings)
         except RuntimeError as error:
+            if not _tells_of_loss(error):
+                raise
             text = SOURCE.sub("", str(error)).partition(". ")[0]
             raise RankLostError(
                 f"{name} over {self.name!r} failed, because another rank has ended or takes no "
@@ -180,20 +198,19 @@ class ProcessGroupComm:
     def _of(self, members: Sequence[int], name: str, sides: Sequence[int] = ()) -> ProcessGroupComm:
         """Return the communicator of some members, which share a process group.
 
-        Collective over: self, because all ranks need the same number of groups.
+        Collective over: members.
         """
-        ranks = self._in_order(members)
-        equalize(self)
-        groups = _groups(distributed.group.WORLD)
-        if ranks not in groups.shared:
-            groups.shared[ranks] = groups.create(ranks, self._group)
-        return ProcessGroupComm(groups.shared[ranks], name, sides)
+        kind, groups = self._kind(members), _groups(distributed.group.WORLD)
+        if kind not in groups.shared:
+            groups.shared[kind] = groups.create(kind)
+        return ProcessGroupComm(groups.shared[kind], name, sides)
 
-    def _in_order(self, members: Sequence[int]) -> tuple[int, ...]:
+    def _kind(self, members: Sequence[int]) -> GroupKind:
         ranks = tuple(self._ranks[member] for member in members)
         if list(ranks) != sorted(ranks):
             raise ValueError(f"ranks {list(ranks)} of a process group must ascend")
-        return ranks
+        options = self._group._get_backend(torch.device("cpu")).options
+        return GroupKind(ranks, distributed.get_backend_config(self._group), options._timeout)
 
     def Split(self, color: int = 0, key: int = 0) -> ProcessGroupComm:
         """Return the communicator of the ranks that pass the same color; keys must ascend."""
@@ -219,27 +236,25 @@ class ProcessGroupComm:
 
     def Dup(self) -> ProcessGroupComm:
         """Return a communicator of the same ranks with a process group of its own."""
-        ranks = tuple(self._ranks)
-        equalize(self)
-        groups = _groups(distributed.group.WORLD)
-        free = groups.free.setdefault(ranks, [])
-        group = free.pop(0) if free else groups.create(ranks, self._group)
-        return ProcessGroupComm(group, self.name, own=True)
+        kind, groups = self._kind(range(self.size)), _groups(distributed.group.WORLD)
+        free = groups.free.setdefault(kind, [])
+        group = free.pop(0) if free else groups.create(kind)
+        return ProcessGroupComm(group, self.name, pool=free)
 
     def Free(self) -> None:
         """Return the process group of a `Dup`."""
-        if self._own:
-            _groups(distributed.group.WORLD).free[tuple(self._ranks)].append(self._group)
-            self._own = False
+        if self._pool is not None:
+            self._pool.append(self._group)
+            self._pool = None
 
     # -- reductions ------------------------------------------------------------------------------
 
     def Iallreduce(self, sent: Any, received: Any, op: Any = None) -> Request:
         """Start to reduce to all ranks."""
-        total, op = _summed(_flat(received), op)
+        total, reduction = _summed(_flat(received), op)
         if sent is not MPI.IN_PLACE:
-            total.copy_(_summed(_flat(sent))[0])
-        return self._start("Allreduce", distributed.all_reduce, total, op=op)
+            total.copy_(_summed(_flat(sent), op)[0])
+        return self._start("Allreduce", distributed.all_reduce, total, op=reduction)
 
     def Allreduce(self, sent: Any, received: Any, op: Any = None) -> None:
         """Reduce to all ranks."""
@@ -248,12 +263,12 @@ class ProcessGroupComm:
     def Ireduce(self, sent: Any, received: Any, op: Any = None, root: int = 0) -> Request:
         """Start to reduce to the root; buffers of other ranks keep their values."""
         if self.rank == root:
-            total, op = _summed(_flat(received), op)
+            total, reduction = _summed(_flat(received), op)
             if sent is not MPI.IN_PLACE:
-                total.copy_(_summed(_flat(sent))[0])
+                total.copy_(_summed(_flat(sent), op)[0])
         else:
-            total, op = _summed(_flat(sent).clone(), op)  # gloo also writes on other ranks
-        return self._start("Reduce", distributed.reduce, total, group_dst=root, op=op)
+            total, reduction = _summed(_flat(sent).clone(), op)  # gloo also writes on other ranks
+        return self._start("Reduce", distributed.reduce, total, group_dst=root, op=reduction)
 
     def Reduce(self, sent: Any, received: Any, op: Any = None, root: int = 0) -> None:
         """Reduce to the root."""
@@ -263,9 +278,9 @@ class ProcessGroupComm:
         self, sent: Any, received: Any, counts: Sequence[int], op: Any = None
     ) -> None:
         """Reduce parts of any size, each to its rank."""
-        total, op = _summed(_flat(received), op)
-        parts = list(_summed(_flat(sent))[0].split(list(counts)))
-        self._start("Reduce_scatter", distributed.reduce_scatter, total, parts, op=op).Wait()
+        total, reduction = _summed(_flat(received), op)
+        parts = list(_summed(_flat(sent), op)[0].split(list(counts)))
+        self._start("Reduce_scatter", distributed.reduce_scatter, total, parts, op=reduction).Wait()
 
     def Reduce_scatter_block(self, sent: Any, received: Any, op: Any = None) -> None:
         """Reduce parts of equal size, each to its rank."""
@@ -352,8 +367,11 @@ class ProcessGroupComm:
 
     def Ibarrier(self) -> Meeting:
         """Announce this rank's arrival at the end of the job; the request tests for all ranks."""
-        meeting = Meeting(self._group.get_group_store(), "mpikfac/end", self.size)
-        meeting.store.add(meeting.key, 1)
+        meetings = _groups(distributed.group.WORLD).meetings
+        meetings[self._group] += 1
+        key = f"mpikfac/end {meetings[self._group]}"
+        meeting = Meeting(self._group.get_group_store(), key, self.size)
+        meeting.add(1)
         return meeting
 
     def Abort(self, errorcode: int = 1) -> None:
@@ -367,7 +385,11 @@ class ProcessGroupComm:
 
 
 class Groups:
-    """Hold the process groups that communicators use, by ranks.
+    """Hold the process groups that communicators use.
+
+    torch would name a group by its ranks and by the number of groups in the process, which can
+    differ between ranks, and decreases when the program destroys a group. Names are therefore
+    chosen here, from counts that are equal on all ranks of a group.
 
     Args:
         world: the group of all processes, which is another one after each initialisation.
@@ -375,38 +397,49 @@ class Groups:
     Attributes:
         shared: used by all communicators of the ranks, in the same order on all ranks.
         free: returned by communicators that had their own.
+        created: the number of groups so far, by ranks.
+        meetings: the number of `Ibarrier`s so far, by group.
     """
 
     def __init__(self, world: ProcessGroup) -> None:
         self.world = world
-        self.shared: dict[tuple[int, ...], ProcessGroup] = {}
-        self.free: dict[tuple[int, ...], list[ProcessGroup]] = {}
+        self.shared: dict[GroupKind, ProcessGroup] = {}
+        self.free: dict[GroupKind, list[ProcessGroup]] = {}
+        self.created: Counter[tuple[int, ...]] = Counter()
+        self.meetings: Counter[ProcessGroup] = Counter()
 
-    def create(self, ranks: Sequence[int], like: ProcessGroup) -> ProcessGroup:
-        """Return a new group of some ranks, with the backends of another.
+    def create(self, kind: GroupKind) -> ProcessGroup:
+        """Return a new group.
 
-        Collective over: ranks.
+        Collective over: the group's ranks.
         """
-        backend = distributed.get_backend_config(like)
-        group = distributed.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        ranks, rank = list(kind.ranks), self.world.rank()
+        self.created[kind.ranks] += 1
+        name: Any = f"mpikfac {self.created[kind.ranks]} {ranks}"
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(rank),
+            ranks,
+            distributed.Backend(kind.backends),
+            distributed_c10d._get_default_store(),
+            name,
+            timeout=kind.timeout,
+            device_id=self.world.bound_device_id,
+        )
         assert isinstance(group, ProcessGroup)
+        places = {member: place for place, member in enumerate(ranks)}
+        distributed_c10d._world.pg_group_ranks[group] = places
         return group
 
 
 _groups = lru_cache(maxsize=1)(Groups)
 
 
-def equalize(comm: ProcessGroupComm) -> None:
-    """Create groups of this rank alone, until all ranks have the same number.
-
-    torch derives the name of a group from this number, and waits forever if names differ.
-
-    Collective over: comm.
-    """
-    own = len(distributed_c10d._world.pg_names)
-    for _ in range(max(comm.allgather(own)) - own):
-        rank = distributed.get_rank()
-        distributed.new_group([rank], backend="gloo", use_local_synchronization=True)
+def _tells_of_loss(error: RuntimeError) -> bool:
+    """Return whether an error of torch.distributed tells of another rank, or of the connection."""
+    text = str(error)
+    gloo = SOURCE.match(text) is not None or "Timed out" in text
+    return gloo or isinstance(error, distributed.DistError)
 
 
 # -- buffers ---------------------------------------------------------------------------------------
@@ -419,7 +452,8 @@ def _flat(buffer: Any) -> Tensor:
     elif not isinstance(buffer, Tensor):
         buffer = torch.frombuffer(buffer, dtype=torch.uint8)
     flat = buffer.detach().view(-1)
-    return flat if len(flat) else flat.new_empty(0)  # an empty array has stride 0
+    # The stride of less than two elements can be any.
+    return flat if len(flat) > 1 else flat.as_strided((len(flat),), (1,))
 
 
 def _bytes(buffer: Any) -> Tensor:
@@ -427,12 +461,18 @@ def _bytes(buffer: Any) -> Tensor:
 
 
 def _summed(numbers: Tensor, op: Any = None) -> tuple[Tensor, Any]:
-    """Return numbers and an operation that torch.distributed can reduce."""
-    if op is not None and op is MPI.BAND:
+    """Return numbers and an operation that torch.distributed can reduce.
+
+    Raises:
+        ValueError: there is no such operation.
+    """
+    if op is None or op == MPI.SUM:
+        return numbers, distributed.ReduceOp.SUM
+    if op == MPI.BAND:
         return numbers, distributed.ReduceOp.MIN  # of 0 and 1
-    if numbers.dtype == torch.int16:  # bfloat16, which MPI lacks
+    if op == bfloat16_sum():
         return numbers.view(torch.bfloat16), distributed.ReduceOp.SUM
-    return numbers, distributed.ReduceOp.SUM
+    raise ValueError(f"op={op!r} cannot be reduced over a process group: use MPI.SUM")
 
 
 def _parts(buffer: Any, size: int) -> list[Tensor]:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
-from mpikfac.comm.job import Comm, survives, world
+from mpikfac.comm.job import Comm, survives
 from mpikfac.comm.mpi import MPI
 from mpikfac.errors import CRASH, USAGE_ERROR, UserError, looks
 
@@ -75,7 +75,7 @@ class WatchedSteps:
         """
         self._watch, self._name = _watch(os.getpid()), name
         self._met = 1 < comm.size == MPI.COMM_WORLD.size and not survives()
-        self._watch.start(self._met)
+        self._watch.start(comm, self._met)
         self._trainer = self._watch.trainers
 
     @contextmanager
@@ -114,6 +114,7 @@ class Watch:
     def __init__(self, process: int) -> None:
         self.trainers = 0
         self._process = process
+        self._rank, self._size = 0, 1
         self._limit = _limit()
         self._place: Place | None = None
         self._moves = 0
@@ -124,12 +125,16 @@ class Watch:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpikfac watch", daemon=True)
 
-    def start(self, met: bool) -> None:
+    def start(self, comm: Comm, met: bool) -> None:
         """Register a trainer; start the thread if this is the first trainer that needs it.
 
         Args:
+            comm: the ranks that train together.
             met: whether all ranks of the job take part in the trainer's steps.
         """
+        if not self.trainers:  # a failing thread must not ask for them
+            ranks = MPI.COMM_WORLD if MPI.COMM_WORLD.size > 1 else comm
+            self._rank, self._size = ranks.rank, ranks.size
         self.trainers += 1
         self.move(None)
         threads = met and MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -155,7 +160,7 @@ class Watch:
             self._look_until_closed()
         except Exception as error:
             about = " ".join(f"{type(error).__name__}: {error}".split())
-            _print(f"the watch of rank {MPI.COMM_WORLD.rank} ends, so a hang has no limit: {about}")
+            _print(f"the watch of rank {self._rank} ends, so a hang has no limit: {about}")
 
     def _look_until_closed(self) -> None:
         moves, still, sent = -1, 0.0, False
@@ -224,16 +229,16 @@ class Watch:
     def _end_at_limit(self, place: Place | None) -> NoReturn:
         where = "between two steps" if place is None else f"in {place}"
         try:
-            self._send(STACKS, every=True)
             self._write_stacks(f"no progress for {self._limit:g} s, {where}")
+            self._send(STACKS, every=True)
             time.sleep(LEAVE + LOOK)
         finally:  # also if stderr is closed
             os._exit(CRASH)
 
     def _write_stacks(self, why: str) -> None:
         """Write this rank's stack traces."""
-        ranks, stacks = world(), "\n".join(_stacks())
-        _print(f"rank {ranks.rank} of {ranks.size}, {platform.node()}: {why}; stacks:\n{stacks}")
+        stacks = "\n".join(_stacks())
+        _print(f"rank {self._rank} of {self._size}, {platform.node()}: {why}; stacks:\n{stacks}")
 
     def _end_program(self) -> None:
         """At the end of the program, wait for the previous rank, which might wait for this one.

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrize import is_parametrized
 
-from mpikfac.layers.kinds import KINDS, Kinds, covered_base, maker_of, offer, same_as
+from mpikfac.layers.kinds import KINDS, NEVER_CALLED, Kinds, covered_base, maker_of, offer, same_as
 from mpikfac.layers.layer import Layer, NotCovered
 from mpikfac.layers.refusals import Refused, by_reason, check_names
 from mpikfac.layers.uncovered import Other, Statistic
@@ -196,7 +197,8 @@ def check_any_covered(
     coverage = coverage or Coverage()
     for name, module in model.named_modules() if not layers else ():
         kind, base = type(module), covered_base(type(module), coverage.covers)
-        trained = any(parameter.requires_grad for parameter in module.parameters())
+        own = module.parameters(recurse=is_parametrized(module))
+        trained = kind not in NEVER_CALLED and any(parameter.requires_grad for parameter in own)
         if base and trained and not maker_of(module, coverage.covers):
             if within(name, coverage.skip):
                 continue

@@ -22,6 +22,7 @@ from support import inside, problem
 from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
+LIMIT = datetime.timedelta(seconds=60)
 pytestmark = pytest.mark.skipif(
     RANKS == 1 or problem.DEVICE.type != "cpu", reason="needs two ranks of gloo"
 )
@@ -43,7 +44,7 @@ def gloo(tmp_path_factory):
         init_method=f"file://{place}/store",
         rank=comm.rank,
         world_size=comm.size,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=LIMIT,
     )
     yield
     distributed.destroy_process_group()
@@ -273,12 +274,14 @@ def test_trainers_take_turns_with_few_groups(comm):
     half = group.Split(group.rank % 2)
     for _ in range(group.rank % 2 + 1):  # so that numbers differ
         trained(half, OVERLAPPED, 2)
-        distributed.new_group([group.rank], use_local_synchronization=True)
+        distributed.new_group([group.rank], timeout=LIMIT, use_local_synchronization=True)
     groups = []
     for _ in range(12):
         torch.testing.assert_close(trained(group, OVERLAPPED, 2), expected, rtol=0, atol=1e-12)
         groups.append(len(distributed.distributed_c10d._world.pg_names))
     assert len(set(groups)) == 1
+    for one in distributed.distributed_c10d._world.pg_names:
+        assert one._get_backend(torch.device("cpu")).options._timeout == LIMIT
     first, second = begun(group, OVERLAPPED), begun(group, None)
     for step in range(2):
         problem.run(second, group, [step])

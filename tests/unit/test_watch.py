@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mpikfac.comm import watch
 from support.launch import LIMIT, environment, launch
 from support.pace import paced
 
@@ -46,6 +50,23 @@ def script(steps="3", arguments="", settings="", scaled="False", after="", waite
     text = SCRIPT.replace("STEPS", steps).replace("ARGUMENTS", arguments).replace("AFTER", after)
     text = text.replace("SETTINGS", settings).replace("SCALED", scaled).replace("WAITED", waited)
     return text.replace("LEFT", f"{paced(2)}")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_limit_of_a_process_group_ends_with_the_stacks(monkeypatch, capfd):
+    """Oracle: the rank in the group, and the code; MPI sees a single rank, and sending fails."""
+    codes = []
+    monkeypatch.setenv(watch.TIMEOUT, "0.02")
+    monkeypatch.setattr(watch, "LOOK", 0.01)
+    monkeypatch.setattr(watch, "LEAVE", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "_exit", lambda code: codes.append(code) or sys.exit())
+        patch.setattr(watch.Watch, "_send", None)
+        watch.Watch(os.getpid()).start(SimpleNamespace(rank=2, size=3), met=False)
+        (thread,) = [one for one in threading.enumerate() if one.name == "mpikfac watch"]
+        thread.join()
+    assert codes == [1]
+    assert re.search(r"mpikfac: rank 2 of 3, .*: no progress for 0.02 s", capfd.readouterr().err)
 
 
 @pytest.mark.gate

@@ -24,7 +24,7 @@ def connected() -> mpikfac.comm.Comm:
     Collective over: world.
     """
     if mpikfac.comm.TORCHRUN in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
-        torch.distributed.init_process_group()
+        torch.distributed.init_process_group("gloo")
     return mpikfac.world()
 
 

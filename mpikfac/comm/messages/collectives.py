@@ -21,13 +21,14 @@ def _add_bfloat16(part: Any, total: Any, _: MPI.Datatype) -> None:
 
 
 @cache
-def _bfloat16_sum() -> MPI.Op:
+def bfloat16_sum() -> MPI.Op:
+    """Return the operation that adds bfloat16, of which MPI sees the bits as integers."""
     return MPI.Op.Create(_add_bfloat16, commute=True)
 
 
 def op_of(message: Message) -> MPI.Op:
-    """Return the reduction operation; MPI lacks bfloat16, so it is passed the bits as integers."""
-    return _bfloat16_sum() if message.codec else MPI.SUM
+    """Return the reduction operation."""
+    return bfloat16_sum() if message.codec else MPI.SUM
 
 
 def _allreduce(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> None:
