@@ -121,7 +121,8 @@ def test_an_unknown_result_is_refused(capsys):
 
 def test_a_program_that_hangs_is_ended():
     """Oracle: one line, although its child keeps the output open."""
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    sleep = ["sleep", "20"]
+    child = f"import subprocess; subprocess.run({sleep})"
     with pytest.raises(ValueError, match=r"^-c .* did not end within 0\.5 s$"):
         training.run(["-c", child], limit=0.5)
 
