@@ -164,17 +164,16 @@ def tested(problem: Problem) -> tuple[Tensor, Tensor, int]:
 
 
 def announced(
-    comm: mpikfac.comm.Comm, doing: str, batches: Iterable[Batch], images: int
+    comm: mpikfac.comm.Comm, doing: str, batches: Iterable[Batch], size: int, images: int
 ) -> Iterator[Batch]:
     """Yield batches of this rank's images; rank 0 prints a line after every `LINES` of them.
 
     Args:
         doing: what is computed from them.
+        size: the images of a batch.
         images: the number of all images.
     """
-    size = 0
     for number, batch in enumerate(batches):
-        size = size or len(batch[0] if isinstance(batch, tuple) else batch)  # type: ignore[arg-type]
         announce(comm, doing, number, size, images)
         yield batch
 

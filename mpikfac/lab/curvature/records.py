@@ -51,12 +51,6 @@ class RecordedCall(NamedTuple):
         group = self.layer.group
         return slice(None) if group is None else slice(group, group + 1)
 
-    def output_vectors(self) -> Tensor:
-        """Return the vectors `g` of a layer whose vectors `a` depend on its input alone."""
-        shape = self.layer.shape
-        rows = self.layer.outputs(self.g.double())
-        return rows.reshape(shape.groups, len(self.g), -1, shape.outputs)
-
     def vectors(self) -> tuple[slice, Tensor, Tensor]:
         """Return groups of the layer, and their vectors in float64.
 
@@ -301,11 +295,10 @@ def _rotated(
     total = basis.values.new_zeros(max(len(call.g) for call in calls), *basis.values.shape)
     for call, known in zip(calls, inputs, strict=True):
         own = basis.of_groups(call.groups)
+        _, a, g = call.vectors()
         if known is None:
-            _, a, g = call.vectors()
             total[:, call.groups] += own.rotate(torch.einsum("kbso,kbsi->bkoi", g, a))
         else:
-            g = call.output_vectors()
             rows = own.rotate_outputs(g.flatten(1, 2)).view_as(g)
             total[:, call.groups] += torch.einsum("kbso,kbsi->bkoi", rows, known)
     return total

@@ -10,8 +10,8 @@ are those of the weights themselves (MAP), of linearised outputs, and of sampled
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
-from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +123,8 @@ def notes_of(finished: Finished, images: int) -> list[str]:
     ]
     if softened:
         found.append(
-            f"the run had {', '.join(softened)}: the evidence is that of the plain images and labels"
+            f"the run had {', '.join(softened)}: the evidence is that of the plain images and "
+            f"labels"
         )
     if run.ema_decay:
         found.append("the posterior is around the weights themselves, not their averages")
@@ -172,16 +173,16 @@ def curvature_of(
         if options.weights == "last":
             covered = last_alone(model, covered)
         left = uncovered(model, covered)
-        if options.measure:
-            if lacking := weights.load(model, export.weights(finished.checkpoint)):
-                raise ValueError(
-                    f"the curvature needs all tensors, but {', '.join(lacking)} are missing or "
-                    f"have another shape; the data has {problem.classes} classes"
-                )
+        tensors = export.weights(finished.checkpoint) if options.measure else {}
+        if options.measure and (lacking := weights.load(model, tensors)):
+            raise ValueError(
+                f"the curvature needs all tensors, but {', '.join(lacking)} are missing or have "
+                f"another shape; the data has {problem.classes} classes"
+            )
     if options.measure:
         own = share(*examples(problem), comm.rank, comm.size)
         batches = [batch for batch in parts(*own, PASS) if len(batch[0])]
-        numbers = count()
+        numbers = itertools.count()
 
         def announced_progress() -> None:
             progress()

@@ -143,7 +143,7 @@ class Posterior:
         comm, total = self.problem.comm, 0.0
         with torch.no_grad():
             own = share(*examples(self.problem), comm.rank, comm.size)
-            for batch in announced(comm, "evidence", parts(*own, PASS), len(own[0])):
+            for batch in announced(comm, "evidence", parts(*own, PASS), PASS, len(own[0])):
                 losses = F.cross_entropy(self._outputs(batch[0]), batch[1], reduction="sum")
                 total -= losses.double().item()
         return mpikfac.comm.summed(comm, [total])[0]
@@ -153,7 +153,7 @@ class Posterior:
         total = torch.zeros(len(GRID), dtype=torch.float64)
         images, labels = self.images[self.heldout], self.labels[self.heldout]
         batches = parts(images, labels, PASS)
-        for batch, targets in announced(self.problem.comm, "held-out", batches, len(images)):
+        for batch, targets in announced(self.problem.comm, "held-out", batches, PASS, len(images)):
             if len(batch):
                 found = self._linear_probabilities(batch, GRID)
                 total -= found[:, torch.arange(len(batch)), targets].log().sum(1).cpu()
@@ -176,7 +176,7 @@ class Posterior:
         )
 
     def _split(self, images: Tensor, doing: str) -> Iterable[Tensor]:
-        return announced(self.problem.comm, doing, images.split(PASS), len(images))
+        return announced(self.problem.comm, doing, images.split(PASS), PASS, len(images))
 
     def _linear_probabilities(self, images: Tensor, priors: Sequence[float]) -> Tensor:
         """Return probabilities of linearised outputs, `[priors, images, classes]`."""
