@@ -98,7 +98,7 @@ def test_nothing_to_train_is_refused(comm):
 def test_mixed_dtypes_are_refused_by_name(comm, make):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     optimizer = torch.optim.SGD(model.parameters())
-    text = r"1(.weight)? is torch.float64 on cpu but 0(.weight)? is torch.float32 on cpu; trained p"
+    text = r"1(.weight)? is torch.float64 on cpu, but 0(.weight)? is torch.float32 on cpu; trained "
     with pytest.raises(ValueError, match=text):
         make(model, optimizer, comm)
 
@@ -106,7 +106,7 @@ def test_mixed_dtypes_are_refused_by_name(comm, make):
 def test_a_covered_weight_must_be_in_the_optimizer(comm):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[0].parameters())
-    with pytest.raises(ValueError, match="layer '1' is covered but not all of it is in the opt"):
+    with pytest.raises(ValueError, match="layer '1' is covered, but not all of it is in the op"):
         mpikfac.KFAC(model, optimizer, comm)
     problem.kfac(model, optimizer, comm, skip=["1"])
 

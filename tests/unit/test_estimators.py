@@ -366,5 +366,5 @@ def test_a_second_record_and_uneven_heads_are_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"has 2 losses, and heads with \[7, 6\] rows"):
         kfac.record([actor, critic[1:]], TWO)
     kfac.record(actor)
-    with pytest.raises(RuntimeError, match="give the outputs of all heads to one record"):
+    with pytest.raises(RuntimeError, match="pass the outputs of all heads to a single record"):
         kfac.record(critic, "squared-error")
