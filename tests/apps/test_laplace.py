@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import h5py
 import pytest
@@ -10,12 +11,13 @@ import torch
 from torch.optim.swa_utils import update_bn
 
 import mpikfac
-from mpikfac_apps.lab.laplace import laplace, measures
+from mpikfac_apps.lab.laplace import laplace, measures, posterior
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import train
 from mpikfac_apps.training.batches import Normalise
 from support.launch import launch
 
+PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "laplace.md"
 IMAGES, TESTED = 60, 12
 QUICK = (
     f"--batch=30 --data.train_images={IMAGES} --data.test_images={TESTED} --epochs=2 --threads=1 "
@@ -92,18 +94,15 @@ def test_predictions_are_those_of_gradients_and_samples(run, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "step 4, 60 training images" in printed
     assert "weight_decay=0.0005 of kfac is no penalty of the loss" in printed
-    assert "; 2 is used" in printed
-    found, (expected, curvature) = read(out), by_hand(run, 2.0)
+    assert "precision of the prior: 2, given; log-evidence -" in printed
+    found, (expected, _) = read(out), by_hand(run, 2.0)
     for name, probabilities in expected.items():
         key = name.lower()
         torch.testing.assert_close(found[key].float(), probabilities, rtol=2e-3, atol=1e-5)
-        assert found[f"ood_{key}"].shape == (TESTED, 10)
+        assert found[f"ood_{key}"].shape == (TESTED // 2, 10)
     data = datasets.load("digits")
     assert found["labels"].tolist() == data.test_labels[1:TESTED:2].tolist()
     assert (found["step"], found["prior"]) == (4, 2.0)
-    assert found["prior_by_evidence"] == pytest.approx(
-        mpikfac.lab.evidence_prior(curvature, IMAGES)
-    )
     loss = measures.negative_log_likelihood(found["linear"], found["labels"])
     assert re.search(rf"\n *linear +{loss:.4f} ", printed)
 
@@ -111,20 +110,67 @@ def test_predictions_are_those_of_gradients_and_samples(run, tmp_path, capsys):
 def test_priors_are_chosen_by_evidence_and_by_held_out_images(run, tmp_path, monkeypatch):
     """Oracle: the loss of the other half of the images for each precision, by `by_hand`."""
     grid = [0.01, 1.0, 100.0]
-    monkeypatch.setattr(laplace, "GRID", grid)
+    monkeypatch.setattr(posterior, "GRID", grid)
     arguments, files = ["--samples=0", WHERE], {}
     for prior in ("heldout", "evidence"):
         out = tmp_path / f"{prior}.h5"
         assert laplace.main([f"{run}", f"--prior={prior}", f"--out={out}", *arguments]) == 0
         files[prior] = read(out)
-    assert files["evidence"]["prior"] == files["evidence"]["prior_by_evidence"]
+    curvature = by_hand(run, 1.0)[1]
+    assert files["evidence"]["prior"] == pytest.approx(
+        mpikfac.lab.evidence_prior(curvature, IMAGES)
+    )
+    assert files["evidence"]["log_evidence"] > files["heldout"]["log_evidence"]
     labels = datasets.load("digits").test_labels[:TESTED:2]
     losses = [
         measures.negative_log_likelihood(by_hand(run, prior, 0)[0]["linear"], labels)
         for prior in grid
     ]
     best = grid[losses.index(min(losses))]
-    assert best == files["heldout"]["prior"] == files["heldout"]["prior_by_heldout"]
+    assert best == files["heldout"]["prior"]
+
+
+def test_an_evidence_without_maximum(run, monkeypatch, capsys):
+    """Oracle: one line with the option; a number is used all the same."""
+
+    def none(*_):
+        raise mpikfac.UserError("the evidence has no maximum")
+
+    monkeypatch.setattr("mpikfac.lab.evidence_prior", none)
+    with pytest.raises(SystemExit) as left:
+        laplace.main([f"{run}", "--prior=evidence", "--samples=0", WHERE])
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert "--prior=evidence: the evidence has no maximum" in error and error.count("\n") == 1
+    assert laplace.main([f"{run}", "--prior=30", "--samples=0", WHERE]) == 0
+
+
+def test_the_page_shows_the_output(run, capsys):
+    """Oracle: the printed lines, except for numbers and paths."""
+    assert laplace.main([f"{run}", "--samples=1", WHERE]) == 0
+    (shown,) = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert forms(shown) == forms(capsys.readouterr().out)
+
+
+def forms(text):
+    """Return the lines of a text without their numbers and paths."""
+    lines = [re.sub(r"\S*step-\d+", "PATH", line) for line in text.strip().splitlines()]
+    return [" ".join(re.sub(r"-?\d[\d.,]*(e[+-]?\d+)?", "#", line).split()) for line in lines]
+
+
+def test_progress_and_lacking_tensors(run, monkeypatch, capsys):
+    """Oracle: a line after every pass; one line with the tensors that a checkpoint lacks."""
+    monkeypatch.setattr("mpikfac_apps.lab.finished.LINES", 1)
+    for module in (posterior, laplace):
+        monkeypatch.setattr(module, "PASS", 25)
+    assert laplace.main([f"{run}", "--measure", "--samples=0", WHERE]) == 0
+    printed = capsys.readouterr().out
+    assert "curvature: 25 of 60 images of rank 0\ncurvature: 50 of 60" in printed
+    assert "evidence: 25 of 60 images of rank 0" in printed
+    monkeypatch.setattr("mpikfac_apps.inspecting.weights.load", lambda *_: ["last.weight"])
+    with pytest.raises(SystemExit):
+        laplace.main([f"{run}", "--measure", "--samples=0", WHERE])
+    assert "needs all tensors, but last.weight are missing" in capsys.readouterr().err
 
 
 def test_the_last_layer_alone(run, capsys):
@@ -145,7 +191,7 @@ def test_predictions_do_not_depend_on_the_number_of_ranks(run, tmp_path):
         job = launch(ranks, "-m", "mpikfac_apps", "laplace", str(run), *more)
         assert job.returncode == 0, job.stderr
         found.append(read(out))
-    for name in ("map", "linear", "ood_linear", "prior_by_evidence", "log_evidence", "labels"):
+    for name in ("map", "linear", "ood_linear", "samples", "prior", "log_evidence", "labels"):
         torch.testing.assert_close(
             torch.as_tensor(found[1][name]), torch.as_tensor(found[0][name]), rtol=1e-3, atol=1e-5
         )
@@ -175,12 +221,13 @@ def test_refusals(run, tmp_path, capsys):
 def test_a_run_without_factors_is_measured(tmp_path, capsys):
     """Oracle: SGD's weight decay times the number of images."""
     more = ["--optimizer=sgd", "--weight_decay=0.01", "--label_smoothing=0.1"]
-    more += ["--ema_decay=0.9"]
+    more += ["--ema_decay=0.9", "--data.augment=true"]
     assert train.main([*QUICK, *more, f"--run_dir={tmp_path}/run"]) == 0
     assert laplace.main([f"{tmp_path}/run", "--measure", "--samples=0", WHERE]) == 0
     printed = capsys.readouterr().out
     assert f"weight_decay=0.01 is a prior of precision {IMAGES * 0.01:g}" in printed
-    assert "the run had label_smoothing" in printed and "not their averages" in printed
+    assert "the run had label_smoothing, data.augment: the evidence is that of the" in printed
+    assert "not their averages" in printed
 
 
 # -- measures ------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mpikfac_apps.lab.reproduce import published, records
+from mpikfac_apps.lab.reproduce import appendix, published, records, rules, training
 from mpikfac_apps.lab.reproduce.entry import Entry, Row
 from mpikfac_apps.lab.reproduce.registry import ENTRIES
 from mpikfac_apps.lab.reproduce.reproduce import main
@@ -73,11 +74,32 @@ def test_a_wrong_figure_is_an_error(row, code, told, made_up, capsys):
 
 
 def test_a_planted_figure_of_a_paper_is_found(monkeypatch, capsys):
-    """Oracle: an epoch of K-FAC-lw of 35 minutes in the place of 30, which is too far from 25."""
-    monkeypatch.setitem(published.EPOCHS, 16, (15 * 60, 35 * 60))
+    """Oracle: an epoch of K-FAC of 35 minutes in the place of 30, which is too far from 25."""
+    monkeypatch.setitem(published.KFAC_EPOCHS, (16, 90), 35 * 60)
     assert main(["sc20-steps"]) == 1
     wrong = [line for line in capsys.readouterr().out.splitlines() if "outside" in line]
-    assert [line.split("  ")[1] for line in wrong] == ["ms of a step, K-FAC-lw, (1, 10)"]
+    assert [line.split("  ")[1:3] for line in wrong] == [
+        ["ms of a step, K-FAC (10)", "16 GPUs, 90 epochs"]
+    ]
+
+
+def test_accuracies_are_compared_in_points(monkeypatch, capsys):
+    """Oracle: accuracies by hand; one point less than SGD is too little."""
+    sgd = {f"{records.SGD}0": [0.5, 0.84]}
+    monkeypatch.setattr(records, "record", lambda _: sgd)
+    for accuracy, code, off in ((0.8378, 0, "+0.00 points"), (0.83, 1, "-0.78 points")):
+        found = [{"test_accuracy": accuracy}]
+        monkeypatch.setattr(records, "defaults", lambda _, found=found: found)
+        assert main(["time-to-accuracy"]) == code
+        assert off in capsys.readouterr().out
+
+
+def test_exchanged_ranks_and_signs_are_found():
+    """Oracle: weights whose norm is the same."""
+    weights = np.random.default_rng(1).normal(size=(4, rules.SIZE))
+    own = rules.projection(weights)
+    for wrong in (weights[::-1], -weights, weights[:, ::-1]):
+        assert abs(rules.projection(wrong) / own - 1) > 1e-3
 
 
 def test_all_results_are_listed(capsys):
@@ -95,6 +117,41 @@ def test_an_unknown_result_is_refused(capsys):
     assert capsys.readouterr().err == (
         "mpikfac reproduce: 'sc20-step' is unknown; did you mean sc20-steps?\n"
     )
+
+
+def test_a_program_that_hangs_is_ended():
+    """Oracle: one line, although its child keeps the output open."""
+    sleep = ["sleep", "20"]
+    child = f"import subprocess; subprocess.run({sleep})"
+    with pytest.raises(ValueError, match=r"^-c .* did not end within 0\.5 s$"):
+        training.run(["-c", child], limit=0.5)
+
+
+def test_one_refusal_leaves_the_other_results(monkeypatch, tmp_path, capsys):
+    """Oracle: the sections of a result that is refused and of one that is found, and the files."""
+
+    def refused():
+        raise ValueError("no ranks")
+
+    sound = replace(MADE_UP, name="sound", rows=lambda: [Row("ms", "here", 100.0, 101.0)])
+    entries = {"made-up": replace(MADE_UP, rows=refused), "sound": sound}
+    monkeypatch.setattr("mpikfac_apps.lab.reproduce.reproduce.ENTRIES", entries)
+    assert main(["--appendix", str(tmp_path)]) == 1
+    assert "not found here: no ranks" in capsys.readouterr().out
+    for kind in ("md", "html"):
+        text = (tmp_path / f"artifact.{kind}").read_text()
+        assert "Not found here: no ranks" in text and "101" in text
+    assert main(["made-up"]) == 2
+    assert capsys.readouterr().err == "mpikfac reproduce: no ranks\n"
+
+
+def test_columns_say_where_expected_numbers_are_from():
+    """Oracle: entries whose source is this repository or a formula."""
+    own = {name for name, entry in ENTRIES.items() if entry.expected != "published"}
+    assert own == {"sc20-bytes", "kaisa-bytes", "smpi-collectives", "exchange-rules", "defaults"}
+    for name in own:
+        entry = ENTRIES[name]
+        assert entry.paper.startswith("method") and entry.expected in appendix.head(entry)
 
 
 def test_records_need_the_repository(monkeypatch, tmp_path, capsys):

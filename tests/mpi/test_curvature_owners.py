@@ -169,6 +169,21 @@ def test_measuring_does_not_depend_on_the_ranks(comm, alone, eigenvalues):
     assert trace.sent[SUMS] == planned * (comm.size > 1)
 
 
+@pytest.mark.parametrize("eigenvalues", ["squares", "products"])
+def test_samples_do_not_depend_on_the_ranks(comm, alone, eigenvalues):
+    """Oracle: one rank with all examples, so few that rounding decides the bases of null spaces."""
+    torch.manual_seed(2)
+    model, examples = network().eval(), torch.randn(comm.size + 2, 2, 3, 3, dtype=F64)
+    own = examples.tensor_split(comm.size)[comm.rank]
+    drawn = [
+        Curvature.measured(model, outputs, batches, comm=of, eigenvalues=eigenvalues).sample(
+            10.0, 0.5, torch.Generator("cpu").manual_seed(3), 4
+        )
+        for batches, of in (([examples], alone), ([own], comm))
+    ]
+    torch.testing.assert_close(drawn[1], drawn[0], rtol=1e-11, atol=1e-11)
+
+
 def test_measuring_fails_on_all_ranks(comm):
     """Oracle: the same line on all ranks if the batches of one rank have no outputs."""
     model = network().eval()

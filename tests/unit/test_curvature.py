@@ -113,6 +113,18 @@ def test_values_of_the_whole_curvature_are_dense(kfac):
         assert curvature.effective(scale, prior)[name] == pytest.approx(gamma, rel=1e-10)
 
 
+def test_samples_depend_on_the_curvature_alone():
+    """Oracle: the same curvature with eigenvectors of the opposite sign."""
+    curvature = Curvature.of(trained(network()))
+    drawn = []
+    for _ in range(2):
+        drawn.append(curvature.sample(40.0, 0.7, torch.Generator().manual_seed(1), 3))
+        for basis in curvature.bases.values():
+            for block in (*basis.a, *basis.g):
+                block[..., 0].neg_()
+    torch.testing.assert_close(drawn[1], drawn[0], rtol=1e-12, atol=1e-12)
+
+
 def test_samples_have_the_covariance_of_the_posterior(kfac):
     """Oracle: the inverse of the dense precision, 5 % in the Frobenius norm for 20,000 samples."""
     drawn = Curvature.of(kfac).sample(40.0, 0.7, torch.Generator().manual_seed(1), 20_000)

@@ -11,7 +11,8 @@ from torch import nn
 
 import mpikfac
 from mpikfac import layers
-from mpikfac.lab import Curvature
+from mpikfac.lab import Curvature, output_variances, self_influence
+from mpikfac.lab.curvature import records
 from mpikfac.lab.curvature.matrices import ParameterMatrices
 from support.curved import F64, KINDS, network, vectors
 
@@ -74,6 +75,30 @@ def test_squares_are_those_of_gradients_for_all_labels(kind):
         expected = (p.reshape(-1, 1, 1, 1) * squares).sum(0) / EXAMPLES
         torch.testing.assert_close(curvature.bases[layer.name].values, expected, **EXACT)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_of_examples_change_nothing(kind, monkeypatch):
+    """Oracle: all examples at once; with `ELEMENTS` of 1, each example is a slice of its own."""
+    model, x = model_of(kind)
+
+    def losses(model, x):
+        return model(x).square().sum(1)
+
+    def found():
+        curvature = Curvature.measured(model, outputs, x.split(3), coverage=COVERAGE)
+        values = {name: basis.values for name, basis in curvature.bases.items()}
+        variances = output_variances(curvature, outputs, x, EXAMPLES, [0.1, 2.0])
+        return values, variances, self_influence(curvature, losses, [x])
+
+    expected = found()
+    monkeypatch.setattr(records, "ELEMENTS", 1)
+    torch.testing.assert_close(found(), expected, **EXACT)
+    model, x = model_of("linear")
+    curvature = Curvature.measured(model, outputs, [x])
+    (layer,) = curvature.layers.values()
+    calls = records.record(model, [layer], losses, x)[layer.name]
+    assert [len(some[0].g) for _, some in records.parts(layer, calls, EXAMPLES)] == [1] * EXAMPLES
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "batch norm"])

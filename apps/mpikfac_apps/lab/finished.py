@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 import mpikfac
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.guard.watchdog import Watchdog
-from mpikfac_apps.lab.influence.options import InfluenceOptions
-from mpikfac_apps.lab.laplace.options import LaplaceOptions
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.problems import models
 from mpikfac_apps.training.batches import Batches
@@ -23,8 +23,23 @@ from mpikfac_apps.training.settings import saved_run
 from mpikfac_apps.training.testing.evaluate import options_of
 from mpikfac_apps.training.testing.options import EvaluateOptions
 
-OfRun = InfluenceOptions | LaplaceOptions
-"""The options of a program that reads a finished run."""
+LINES = 20  # passes between two lines of progress
+Batch = TypeVar("Batch")
+
+
+class OfRun(Protocol):
+    """The options of a program that reads a finished run; see `LaplaceOptions`."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def out(self) -> Path | None: ...
+    @property
+    def trust(self) -> bool: ...
+    @property
+    def data_path(self) -> str | None: ...
+    @property
+    def device(self) -> Literal["auto", "cpu", "cuda", "xpu"]: ...
 
 
 @dataclass(frozen=True)
@@ -146,6 +161,27 @@ def tested(problem: Problem) -> tuple[Tensor, Tensor, int]:
     assert isinstance(problem.batches, Batches)
     images, labels = problem.batches.tested
     return images, labels, sum(problem.comm.allgather(len(images))[: problem.comm.rank])
+
+
+def announced(
+    comm: mpikfac.comm.Comm, doing: str, batches: Iterable[Batch], size: int, images: int
+) -> Iterator[Batch]:
+    """Yield batches of this rank's images; rank 0 prints a line after every `LINES` of them.
+
+    Args:
+        doing: what is computed from them.
+        size: the images of a batch.
+        images: the number of all images.
+    """
+    for number, batch in enumerate(batches):
+        announce(comm, doing, number, size, images)
+        yield batch
+
+
+def announce(comm: mpikfac.comm.Comm, doing: str, number: int, size: int, images: int) -> None:
+    """Print on rank 0 how many images are done before batch `number` of `size` images."""
+    if comm.rank == 0 and number and number % LINES == 0:
+        print(f"{doing}: {number * size:,} of {images:,} images of rank 0", flush=True)
 
 
 def uncovered(model: nn.Module, covered: mpikfac.Coverage) -> list[str]:

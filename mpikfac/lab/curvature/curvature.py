@@ -176,10 +176,12 @@ class Curvature:
             )
 
         It needs no factors of a run, and its factors are those at these weights, not running
-        averages. With "squares", each rank stores the eigenbases of all layers, and the gradients
-        of a batch in a layer.
+        averages. With "squares", each rank stores the eigenbases of all layers, the rotated inputs
+        of a batch, at most 128 MiB per layer, and gradients of a layer in parts of 128 MiB.
 
-        Collective over: comm. Each rank passes its own batches, of any number.
+        Collective over: comm. Each rank passes its own batches, of any number. Other ranks learn of
+        a `ValueError`, `OSError` or `UserError` in `outputs` or `batches`; any other error of one
+        rank ends the job only under `python -m mpi4py`, and else leaves the others waiting.
 
         Args:
             model: in `eval()` mode, with the same weights on all ranks.
@@ -363,7 +365,8 @@ class Curvature:
     ) -> dict[str, Tensor]:
         """Draw deviations of the weights from the posterior `N(0, (scale C + prior I)^-1)`.
 
-        Samples do not depend on the number of ranks.
+        Samples are `(scale C + prior I)^(-1/2)` times noise, and do not depend on the number of
+        ranks.
 
         Collective over: comm.
 
@@ -385,8 +388,10 @@ class Curvature:
                 own = torch.Generator("cpu").manual_seed(seed + number)  # whoever owns the layer
                 shape = count, *basis.values.shape
                 noise = torch.randn(shape, generator=own, dtype=torch.float64, device="cpu")
-                spread = (scale * basis.values + prior).rsqrt()
-                drawn[name] = basis.rotate_back(noise.to(spread) * spread)
+                # The symmetric root depends neither on the signs of eigenvectors nor on the basis
+                # of a null space, which rounding decides.
+                root = lambda values: (scale * values + prior).rsqrt()  # noqa: E731
+                drawn[name] = basis.apply(root, noise.to(basis.values))
         shapes = {name: (count, *shape) for name, shape in self.owners.shapes.items()}
         return self._matrices.tensors(self.owners.publish(drawn, shapes))
 

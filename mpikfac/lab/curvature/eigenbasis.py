@@ -61,6 +61,11 @@ class Eigenbasis:
         a, g = ([parts[f"{side}{i}"] for i in range(count)] for side, count in counts.items())
         return cls(a, g, parts["values"])
 
+    def of_groups(self, groups: slice) -> Eigenbasis:
+        """Return the eigenbasis of some of the groups."""
+        a, g = ([block[groups] for block in side] for side in (self.a, self.g))
+        return Eigenbasis(a, g, self.values[groups])
+
     def rotate(self, matrices: Tensor) -> Tensor:
         """Return `Q_G^T matrix Q_A` of matrices `[..., groups, outputs, inputs]`."""
         return self.rotate_inputs(self.rotate_outputs(matrices.mT).mT)
@@ -109,5 +114,7 @@ def _from_left(blocks: Sequence[Tensor], matrices: Tensor) -> Tensor:
     """Return the block-diagonal matrix of `blocks` times `matrices` `[..., groups, rows, n]`."""
     if not blocks:
         return matrices
+    if len(blocks) == 1:
+        return blocks[0] @ matrices
     parts = matrices.split([block.shape[-1] for block in blocks], -2)
     return torch.cat([block @ part for block, part in zip(blocks, parts)], -2)

@@ -19,7 +19,7 @@ from mpikfac.comm import MAX_COUNT
 from mpikfac.errors import UserError
 from mpikfac.lab.curvature.curvature import USUAL, Curvature, damped_power
 from mpikfac.lab.curvature.owners import ITEMSIZE, Owners
-from mpikfac.lab.curvature.records import Losses, Records, gradients, products, record
+from mpikfac.lab.curvature.records import Losses, Records, gradients, parts, products, record
 from mpikfac.settings import Damping
 
 
@@ -89,9 +89,10 @@ def self_influence(
         records = _records(curvature, losses, batch)
         total = torch.zeros(_length(records), dtype=torch.float64)
         for name, layer in curvature.layers.items():  # one layer's gradients at a time
-            matrices = gradients(layer, records[name], len(total))
-            solved = everywhere.bases[name].apply(function, matrices)
-            total += (matrices * solved).flatten(1).sum(1).cpu()
+            for part, calls in parts(layer, records[name], len(total)):
+                matrices = gradients(layer, calls, len(total[part]))
+                solved = everywhere.bases[name].apply(function, matrices)
+                total[part] += (matrices * solved).flatten(1).sum(1).cpu()
         found.append(total)
     return torch.cat(found)
 

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import update_bn
 
 from mpikfac.errors import UserError
 from mpikfac.lab.curvature.curvature import Curvature
-from mpikfac.lab.curvature.records import Outputs, record_columns, weighted_squares
+from mpikfac.lab.curvature.records import Outputs, record_columns, rotated_inputs, weighted_squares
 from mpikfac.plan import check_positive
 
 CHANGE = 1e-10  # of the logarithm of a prior precision that no longer changes
@@ -63,7 +63,8 @@ def evidence_prior(curvature: Curvature, examples: int) -> float:
         if not FEW < prior * ratio < MANY:
             raise UserError(
                 f"the evidence has no maximum: the weights have the squared norm {squares:.3g}, "
-                f"and the data determines {gamma:.3g} of them; pass a prior precision"
+                f"and the data determines {gamma:.3g} of them; choose another precision of the "
+                f"prior"
             )
         change = math.log(ratio) / 2
         prior *= math.exp(change)
@@ -102,13 +103,18 @@ def output_variances(
             yield column
 
     layers = list(curvature.layers.values())
-    variances = []
+    variances: list[Tensor] = []
+    inputs: dict[str, list[Tensor | None]] = {}
     for count, records in record_columns(curvature.model, layers, outputs, batch, columns):
+        if not inputs:
+            inputs = {n: rotated_inputs(curvature.bases[n], calls) for n, calls in records.items()}
         of_layers = []
         for layer in layers:
-            basis, calls = curvature.bases[layer.name], records[layer.name]
-            inverses = [1 / (examples * basis.values + prior) for prior in priors]
-            of_layers.append(weighted_squares(basis, layer, calls, count, inverses))
+            basis, name = curvature.bases[layer.name], layer.name
+            precisions = basis.values.new_tensor(priors).view(-1, 1, 1, 1)
+            inverses = 1 / (examples * basis.values + precisions)
+            arguments = records[name], count, inputs[name], inverses
+            of_layers.append(weighted_squares(basis, layer, *arguments))
         variances.append(torch.stack(of_layers).sum(0))
     return torch.stack(variances, -1)
 

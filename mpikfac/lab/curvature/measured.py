@@ -22,6 +22,7 @@ from mpikfac.lab.curvature.records import (
     RecordedCall,
     Records,
     record_columns,
+    rotated_inputs,
     sum_of_squares,
 )
 from mpikfac.layers import Layer
@@ -62,11 +63,14 @@ class Passes:
         """Return each layer's sums of squares in its basis, and the number of examples, flat."""
         sums = {name: torch.zeros_like(basis.values) for name, basis in bases.items()}
         count = 0
+        inputs: dict[str, list[Tensor | None]] = {}
         for first, examples, records in self._records():
-            count += examples if first else 0
+            if first:
+                count += examples
+                inputs = {n: rotated_inputs(bases[n], calls) for n, calls in records.items()}
             for layer in self.layers:
-                calls, basis = records[layer.name], bases[layer.name]
-                sums[layer.name] += sum_of_squares(basis, layer, calls, examples)
+                arguments = records[layer.name], examples, inputs[layer.name]
+                sums[layer.name] += sum_of_squares(bases[layer.name], layer, *arguments)
         return {n: torch.cat([s.flatten(), s.new_tensor([count])]) for n, s in sums.items()}
 
     def _records(self) -> Iterator[tuple[bool, int, Records]]:

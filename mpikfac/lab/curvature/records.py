@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from mpikfac.lab.curvature.eigenbasis import Eigenbasis
 from mpikfac.layers import Layer
 
+ELEMENTS = 2**24
+"""Of the gradients of examples in a layer that are stored at a time, 128 MiB."""
 Losses = Callable[[nn.Module, Any], Tensor]
 """A function of a model and a batch that returns one loss per example, `[examples]`."""
 Outputs = Callable[[nn.Module, Any], Tensor]
@@ -43,6 +45,12 @@ class RecordedCall(NamedTuple):
         x = self.layer.prepared(self.x, self.g)
         return x.double() if x.is_floating_point() else x, self.g.double()
 
+    @property
+    def groups(self) -> slice:
+        """The groups of the layer that the call is of."""
+        group = self.layer.group
+        return slice(None) if group is None else slice(group, group + 1)
+
     def vectors(self) -> tuple[slice, Tensor, Tensor]:
         """Return groups of the layer, and their vectors in float64.
 
@@ -53,8 +61,7 @@ class RecordedCall(NamedTuple):
         a, g = (
             pair if layer.shape.groups > 1 else pair[None] for pair in layer.pairs(*self.prepared())
         )
-        groups = slice(None) if layer.group is None else slice(layer.group, layer.group + 1)
-        return groups, a, g
+        return self.groups, a, g
 
 
 Records = Mapping[str, Sequence[RecordedCall]]
@@ -196,15 +203,61 @@ def products(matrices: Tensor, calls: Sequence[RecordedCall], examples: int) -> 
     return total
 
 
+def parts(
+    layer: Layer, calls: Sequence[RecordedCall], examples: int
+) -> Iterator[tuple[slice, list[RecordedCall]]]:
+    """Yield slices of the examples, of at most `ELEMENTS` elements of gradients or vectors each."""
+    shape = layer.shape
+    positions = max((call.layer.positions(call.g) for call in calls), default=0)
+    vectors = positions * shape.groups * (shape.outputs + shape.inputs) // max(1, examples)
+    each = max(shape.groups * shape.outputs * shape.inputs, vectors)
+    count = max(1, ELEMENTS // each)
+    for first in range(0, examples, count):
+        part = slice(first, first + count)
+        yield part, [RecordedCall(call.layer, call.x[part], call.g[part]) for call in calls]
+
+
+@torch.no_grad()
+def rotated_inputs(basis: Eigenbasis, calls: Sequence[RecordedCall]) -> list[Tensor | None]:
+    """Return `Q_A^T a` of each call, `[groups, examples, positions, inputs]`.
+
+    All columns of `record_columns` share them. A call has None if they would have more than
+    `ELEMENTS` elements, or more positions than inputs, so that rotating gradients takes little of
+    the time, or if they depend on the gradients at its outputs.
+    """
+    found: list[Tensor | None] = []
+    for call in calls:
+        shape, positions = call.layer.shape, call.layer.positions(call.g)
+        many = positions * shape.groups * shape.inputs > ELEMENTS
+        if many or positions > len(call.g) * shape.inputs or "A" in call.layer.quadratic:
+            found.append(None)
+        else:
+            groups, a, _ = call.vectors()
+            rows = basis.of_groups(groups).rotate_inputs(a.flatten(1, 2))
+            found.append(rows.view_as(a))
+    return found
+
+
 @torch.no_grad()
 def sum_of_squares(
-    basis: Eigenbasis, layer: Layer, calls: Sequence[RecordedCall], examples: int
+    basis: Eigenbasis,
+    layer: Layer,
+    calls: Sequence[RecordedCall],
+    examples: int,
+    inputs: Sequence[Tensor | None],
 ) -> Tensor:
-    """Return the sum over examples of squared gradients in a basis, `[groups, outputs, inputs]`."""
-    if (pair := _rotated_pair(basis, calls)) is not None:
+    """Return the sum over examples of squared gradients in a basis, `[groups, outputs, inputs]`.
+
+    Args:
+        inputs: as returned by `rotated_inputs`.
+    """
+    if (pair := _rotated_pair(basis, calls, inputs)) is not None:
         g, a = (side.square() for side in pair)
         return g.mT @ a
-    return basis.rotate(gradients(layer, calls, examples)).square().sum(0)
+    total = torch.zeros_like(basis.values)
+    for part, some in parts(layer, calls, examples):
+        total += _rotated(basis, some, _part_of(inputs, part)).square().sum(0)
+    return total
 
 
 @torch.no_grad()
@@ -213,25 +266,57 @@ def weighted_squares(
     layer: Layer,
     calls: Sequence[RecordedCall],
     examples: int,
-    weights: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
+    weights: Tensor,
 ) -> Tensor:
     """Return the sums of weighted squares of gradients in a basis, `[weights, examples]`.
 
     Args:
-        weights: each `[groups, outputs, inputs]`.
+        inputs: as returned by `rotated_inputs`.
+        weights: `[weights, groups, outputs, inputs]`.
     """
-    if (pair := _rotated_pair(basis, calls)) is not None:
+    if (pair := _rotated_pair(basis, calls, inputs)) is not None:
         g, a = (side.square() for side in pair)
-        return torch.stack([((g @ weight) * a).sum((0, 2)) for weight in weights])
-    squares = basis.rotate(gradients(layer, calls, examples)).square().flatten(1)
-    return torch.stack([squares @ weight.flatten() for weight in weights])
+        return ((g @ weights) * a).sum((1, 3))
+    found = [weights.new_empty(len(weights), 0)]
+    for part, some in parts(layer, calls, examples):
+        squares = _rotated(basis, some, _part_of(inputs, part)).square()
+        found.append(weights.flatten(1) @ squares.flatten(1).T)
+    return torch.cat(found, 1)
 
 
-def _rotated_pair(basis: Eigenbasis, calls: Sequence[RecordedCall]) -> tuple[Tensor, Tensor] | None:
+def _rotated(
+    basis: Eigenbasis, calls: Sequence[RecordedCall], inputs: Sequence[Tensor | None]
+) -> Tensor:
+    """Return the examples' gradients in a basis, `[examples, groups, outputs, inputs]`.
+
+    Vectors are rotated instead of gradients if their rotated inputs are known.
+    """
+    total = basis.values.new_zeros(max(len(call.g) for call in calls), *basis.values.shape)
+    for call, known in zip(calls, inputs, strict=True):
+        own = basis.of_groups(call.groups)
+        _, a, g = call.vectors()
+        if known is None:
+            total[:, call.groups] += own.rotate(torch.einsum("kbso,kbsi->bkoi", g, a))
+        else:
+            rows = own.rotate_outputs(g.flatten(1, 2)).view_as(g)
+            total[:, call.groups] += torch.einsum("kbso,kbsi->bkoi", rows, known)
+    return total
+
+
+def _part_of(inputs: Sequence[Tensor | None], part: slice) -> list[Tensor | None]:
+    """Return the vectors of some of the examples."""
+    return [None if vectors is None else vectors[:, part] for vectors in inputs]
+
+
+def _rotated_pair(
+    basis: Eigenbasis, calls: Sequence[RecordedCall], inputs: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor] | None:
     """Return `Q_G^T g` and `Q_A^T a`, `[groups, examples, n]`, if gradients are single products."""
     if len(calls) != 1 or calls[0].layer.positions(calls[0].g) != len(calls[0].g):
         return None
     groups, a, g = calls[0].vectors()
     if groups != slice(None) or a.shape[2] != 1:
         return None
-    return basis.rotate_outputs(g[:, :, 0]), basis.rotate_inputs(a[:, :, 0])
+    rows = basis.rotate_inputs(a[:, :, 0]) if inputs[0] is None else inputs[0][:, :, 0]
+    return basis.rotate_outputs(g[:, :, 0]), rows

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import mpikfac
 from mpikfac_apps.guard.ranks import run_on_ranks
 from mpikfac_apps.guard.watchdog import Watchdog
-from mpikfac_apps.lab.finished import Finished, examples, tested, uncovered
+from mpikfac_apps.lab.finished import Finished, announce, examples, tested, uncovered
 from mpikfac_apps.lab.influence.options import INFLUENCE, InfluenceOptions
 from mpikfac_apps.options.strategy import coverage
 from mpikfac_apps.place import share_cores
@@ -29,7 +29,6 @@ from mpikfac_apps.training.parts.problem import Problem
 Losses = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
 
 PASS = 128  # training images per backward pass
-LINES = 20  # passes between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,7 @@ def scored(
     def batches(doing: str) -> Iterator[tuple[Tensor, Tensor]]:
         for number, batch in enumerate(parts(*own, PASS)):
             progress()
-            if comm.rank == 0 and number and number % LINES == 0:
-                done = f"{number * PASS:,} of {len(own[0]):,}"
-                print(f"{doing}: {done} images of rank 0", flush=True)
+            announce(comm, doing, number, PASS, len(own[0]))
             yield batch
 
     with mpikfac.comm.together(comm, f"--queries={options.queries}"):

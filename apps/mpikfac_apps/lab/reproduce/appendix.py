@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 import torch
@@ -17,7 +18,19 @@ from mpikfac import files
 from mpikfac_apps import place
 from mpikfac_apps.lab.reproduce.entry import Entry, Row
 
-Result = tuple[Entry, Sequence[Row]]
+
+class Result(NamedTuple):
+    """An entry and its rows.
+
+    Attributes:
+        refusal: why it was not possible to find the rows here; "" if it was.
+    """
+
+    entry: Entry
+    rows: Sequence[Row]
+    refusal: str = ""
+
+
 KINDS = ("md", "html")
 
 
@@ -41,7 +54,9 @@ def write(directory: Path, results: Sequence[Result]) -> list[Path]:
             written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             hardware=list(hardware()),
             software=list(software()),
-            results=[(entry, list(facts(entry)), head(entry), rows) for entry, rows in results],
+            results=results,
+            facts=facts,
+            head=head,
             cells=cells,
         )
         paths.append(directory / f"artifact.{kind}")
@@ -55,33 +70,36 @@ def facts(entry: Entry) -> Iterator[tuple[str, str]]:
     yield "source", entry.source
     yield "data", entry.data
     yield "command", f"{entry.command} (about {entry.seconds:,.0f} s on two cores)"
-    yield "tolerance", percentage(entry.tolerance)
+    yield "tolerance", tolerance(entry)
 
 
 def head(entry: Entry) -> tuple[str, ...]:
     """Return the heading of a result's table."""
-    return "what", "where", "published", entry.found, "off", "verdict"
+    return "what", "where", entry.expected, entry.found, "off", "verdict"
 
 
 def cells(entry: Entry, row: Row) -> tuple[str, ...]:
-    """Return the texts of a row: what, where, published, found, deviation and verdict."""
+    """Return the texts of a row: what, where, expected, found, deviation and verdict."""
     verdict = entry.verdict(row) or "agrees"
-    return (row.what, row.where, digits(row.published), digits(row.found), deviation(row), verdict)
+    numbers = digits(row.published), digits(row.found), deviation(entry, row)
+    return (row.what, row.where, *numbers, verdict)
 
 
-def deviation(row: Row) -> str:
-    """Format the deviation of a row in per cent."""
-    return f"{100 * row.off:+z.0f} %"
+def deviation(entry: Entry, row: Row) -> str:
+    """Format the deviation of a row in per cent, or in points."""
+    off = entry.off(row)
+    return f"{off:+z.2f} points" if entry.points else f"{100 * off:+z.0f} %"
 
 
 def digits(number: float) -> str:
     """Format a number with three digits."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
-def percentage(share: float) -> str:
-    """Format a tolerance in per cent."""
-    return f"{100 * share:.3g} %"
+def tolerance(entry: Entry) -> str:
+    """Format a tolerance in per cent, or in points."""
+    number = entry.tolerance
+    return f"{number:.3g} points" if entry.points else f"{100 * number:.3g} %"
 
 
 def hardware() -> Iterator[tuple[str, str]]:

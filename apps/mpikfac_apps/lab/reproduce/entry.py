@@ -12,6 +12,7 @@ class Row(NamedTuple):
 
     Attributes:
         where: the network, ranks or machine.
+        published: the expected number; see `Entry.expected`.
         miss: the reason why the numbers are known to differ by more than the tolerance; "" if they
             should agree.
     """
@@ -22,11 +23,6 @@ class Row(NamedTuple):
     found: float
     miss: str = ""
 
-    @property
-    def off(self) -> float:
-        """The relative deviation from the published number."""
-        return self.found / self.published - 1
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -34,15 +30,19 @@ class Entry:
 
     Attributes:
         about: what is compared.
-        paper: the short name of the paper in docs/reference/references.md.
-        source: the table, figure or formula with the published numbers.
+        paper: the short name of the paper in docs/reference/references.md; "method of" it, if the
+            numbers are not the paper's own.
+        source: the table, figure or formula with the expected numbers.
         found: how `rows` finds its numbers. "recorded": in the results of `again`, which takes
             hours.
-        tolerance: the largest relative deviation of a row without a `miss`.
+        tolerance: the largest deviation of a row without a `miss`.
         seconds: the time of `command` on two idle cores.
         rows: computes the rows, in less than a minute.
         data: the data set that the command reads.
         again: the command that measures recorded numbers again.
+        expected: where the expected numbers are from, the title of their column.
+        points: whether rows are percentages, whose deviation is a difference in points; else it is
+            relative.
     """
 
     name: str
@@ -55,14 +55,22 @@ class Entry:
     rows: Callable[[], Iterable[Row]]
     data: str = "none"
     again: str = ""
+    expected: Literal["published", "by the formula", "by the rule", "simulated", "recorded"] = (
+        "published"
+    )
+    points: bool = False
 
     @property
     def command(self) -> str:
         """The command that finds the numbers again."""
         return self.again or f"mpikfac reproduce {self.name}"
 
+    def off(self, row: Row) -> float:
+        """Return the deviation of a row."""
+        return row.found - row.published if self.points else row.found / row.published - 1
+
     def verdict(self, row: Row) -> str:
         """Return "" for a row as expected, "miss" for a known miss, and else what is wrong."""
-        if abs(row.off) <= self.tolerance:
+        if abs(self.off(row)) <= self.tolerance:
             return "within the tolerance, but listed as a miss" if row.miss else ""
         return "miss" if row.miss else "outside the tolerance"

@@ -1,6 +1,6 @@
-"""Train on the least squares of `rules` with each exchange, and write the norms of the weights.
+"""Train on the least squares of `rules` with each exchange, and write the weights.
 
-mpikfac launch -n 4 on_ranks.py norms.json
+mpikfac launch -n 4 on_ranks.py weights.json
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,17 +19,17 @@ from mpikfac_apps.lab.reproduce import rules
 
 
 def main() -> None:
-    """Write the norm of the weights of all ranks by exchange.
+    """Write the weights of all ranks `[ranks, SIZE]` by exchange.
 
     Collective over: world.
     """
     comm = mpikfac.world()
-    norms = {}
+    weights = {}
     for name, case in rules.CASES.items():
         last = trained(comm, case.strategy, rules.STEPS, case.nesterov)[-1]
-        norms[name] = rules.norm([np.array(comm.allgather(last))])
+        weights[name] = [of_rank.tolist() for of_rank in comm.allgather(last)]
     if comm.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(norms))
+        Path(sys.argv[1]).write_text(json.dumps(weights))
 
 
 def trained(

@@ -11,8 +11,8 @@ from typing import Any
 from mpikfac_apps.lab.reproduce.entry import Row
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
-BUDGETS = {"SGD": "50000-sgd-15-128-0.1-0.0005-", "K-FAC": "50000-kfac-7-128-0.0075-0.12-"}
-"""Beginnings of the names of runs in `time_to_accuracy.json`."""
+SGD = "50000-sgd-15-128-0.1-0.0005-"
+"""The beginning of the names of SGD's runs in `time_to_accuracy.json`."""
 
 
 def text_of(name: str) -> str:
@@ -40,13 +40,17 @@ def record(name: str) -> Any:
 
 
 def time_to_accuracy() -> Iterator[Row]:
-    """Yield the epochs that K-FAC needs, and the accuracy that it reaches, relative to SGD's."""
+    """Yield the test accuracy of K-FAC in half of SGD's epochs minus SGD's, in points."""
     runs = record("time_to_accuracy.json")
-    sgd, kfac = (
-        [run for name, run in runs.items() if name.startswith(begin)] for begin in BUDGETS.values()
-    )
-    epochs = [len(of[0]) for of in (sgd, kfac)]
-    ends = [statistics.mean(run[-1] for run in of) for of in (sgd, kfac)]
-    where = f"{epochs[1]} epochs instead of {epochs[0]}"
-    yield Row("epochs over SGD's", where, 100 / 200, epochs[1] / epochs[0])
-    yield Row("test accuracy over SGD's", where, 92.52 / 92.74, ends[1] / ends[0])
+    sgd = [run[-1] for name, run in runs.items() if name.startswith(SGD)]
+    kfac = [of["test_accuracy"] for of in defaults("resnet20, all images")]
+    gained = 100 * (statistics.mean(kfac) - statistics.mean(sgd))
+    where = "7 epochs instead of 15; published: 100 instead of 200"
+    yield Row("test accuracy in %, K-FAC minus SGD", where, 92.52 - 92.74, gained)
+
+
+def defaults(network: str) -> list[dict[str, float]]:
+    """Return the results of K-FAC with its default settings, by seed."""
+    jobs = (json.loads(line) for line in text_of("defaults.jsonl").splitlines())
+    rows = [(job["job"], job["result"]) for job in jobs]
+    return [result for (*job, _), result in rows if job == [network, "kfac", ""]]

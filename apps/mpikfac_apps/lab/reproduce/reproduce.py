@@ -13,7 +13,8 @@ from difflib import get_close_matches
 
 from mpikfac_apps import cli
 from mpikfac_apps.lab.reproduce import appendix
-from mpikfac_apps.lab.reproduce.entry import Entry, Row
+from mpikfac_apps.lab.reproduce.appendix import Result
+from mpikfac_apps.lab.reproduce.entry import Entry
 from mpikfac_apps.lab.reproduce.options import REPRODUCE, ReproduceOptions
 from mpikfac_apps.lab.reproduce.registry import ENTRIES
 from mpikfac_apps.text import listed, show, table
@@ -37,11 +38,28 @@ def reproduce(options: ReproduceOptions) -> int:
         show([listing()])
         return 0
     entries = [chosen(options.name)] if options.name else list(ENTRIES.values())
-    results = [(entry, list(entry.rows())) for entry in entries]
-    show([section(entry, rows) for entry, rows in results])
+    results = []
+    for entry in entries:
+        results.append(found(entry, alone=len(entries) == 1))
+        show([section(results[-1])])
     if options.appendix:
         show([[f"wrote {listed(map(str, appendix.write(options.appendix, results)))}"]])
-    return int(not all(as_expected(*result) for result in results))
+    return int(not all(map(as_expected, results)))
+
+
+def found(entry: Entry, alone: bool) -> Result:
+    """Return the rows of an entry, or why it is not possible to find them here.
+
+    Raises:
+        ValueError: it is not possible, and no other entry remains.
+        OSError: see ValueError.
+    """
+    try:
+        return Result(entry, list(entry.rows()))
+    except (OSError, ValueError) as error:
+        if alone:
+            raise
+        return Result(entry, [], str(error))
 
 
 def chosen(name: str) -> Entry:
@@ -57,9 +75,10 @@ def chosen(name: str) -> Entry:
     return ENTRIES[name]
 
 
-def as_expected(entry: Entry, rows: Sequence[Row]) -> bool:
-    """Return whether rows are within the tolerance, except for known misses."""
-    return all(entry.verdict(row) in ("", "miss") for row in rows)
+def as_expected(result: Result) -> bool:
+    """Return whether rows were found and are within the tolerance, except for known misses."""
+    entry, rows, refusal = result
+    return not refusal and all(entry.verdict(row) in ("", "miss") for row in rows)
 
 
 def listing() -> list[str]:
@@ -71,7 +90,7 @@ def listing() -> list[str]:
             textwrap.shorten(entry.paper, 24, placeholder=" ..."),
             entry.about,
             entry.found,
-            appendix.percentage(entry.tolerance),
+            appendix.tolerance(entry),
             f"{entry.seconds:,.0f}",
         )
         for entry in ENTRIES.values()
@@ -84,10 +103,13 @@ def listing() -> list[str]:
     ]
 
 
-def section(entry: Entry, rows: Sequence[Row]) -> list[str]:
+def section(result: Result) -> list[str]:
     """Return lines about a result: source, data, command and numbers."""
+    entry, rows, refusal = result
     facts = [f"{name}: {text}" for name, text in appendix.facts(entry)]
     lines = [line for fact in facts for line in textwrap.wrap(fact, WIDTH, subsequent_indent="  ")]
+    if refusal:
+        return [f"{entry.name}: {entry.about}", *lines, f"not found here: {refusal}"]
     cells = [appendix.head(entry), *(appendix.cells(entry, row) for row in rows)]
     misses = dict.fromkeys(row.miss for row in rows if row.miss)
     return [

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from mpikfac import MemOpt, Strategy, Transport
 from mpikfac.lab import DASO, LSGD, DiLoCo, LocalSGD, Parle
@@ -206,9 +206,13 @@ def streaming_diloco(
     return found
 
 
-def norm(steps: list[Weights]) -> float:
-    """Return the norm of the last weights of all ranks."""
-    return float(np.linalg.norm(steps[-1]))
+def projection(weights: ArrayLike) -> float:
+    """Return the projection of weights `[ranks, SIZE]` on a random vector.
+
+    Unlike a norm, it changes with a sign, or if ranks are exchanged.
+    """
+    rows = np.asarray(weights)
+    return float((np.random.default_rng(0).normal(size=rows.shape) * rows).sum())
 
 
 @dataclass(frozen=True)

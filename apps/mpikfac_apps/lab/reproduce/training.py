@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mpikfac_apps.lab.reproduce import rules
+from mpikfac_apps.lab.reproduce import records, rules
 from mpikfac_apps.lab.reproduce.entry import Row
-from mpikfac_apps.lab.reproduce.records import text_of
 
 RANKS = 4
+LIMIT = 900.0  # seconds of a program, which takes less than a minute on idle cores
+GRACE = 10.0  # seconds to end the ranks
 AUTOENCODER = {
     **{"model": "autoencoder", "data.name": "curves", "data.train_images": "10240"},
     **{"data.test_images": "1000", "batch": "512", "epochs": "15", "eval_every": "15"},
@@ -29,9 +30,7 @@ def defaults() -> Iterator[Row]:
     Raises:
         ValueError: the training fails.
     """
-    rows = map(json.loads, text_of("defaults.jsonl").splitlines())
-    job = ["autoencoder", "kfac", "", 0]
-    recorded = next(row["result"]["test_error"] for row in rows if row["job"] == job)
+    recorded = records.defaults("autoencoder")[0]["test_error"]
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--{key}={value}" for key, value in AUTOENCODER.items()]
         run(["-m", "mpikfac_apps", "train", *options, f"--run_dir={folder}/run"])
@@ -41,36 +40,55 @@ def defaults() -> Iterator[Row]:
 
 
 def exchanges() -> Iterator[Row]:
-    """Yield the norm of the weights of all ranks after steps with exchanges.
+    """Yield a projection of the weights of all ranks after steps with exchanges.
 
     Raises:
         ValueError: the ranks fail.
     """
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "norms.json"
+        file = Path(folder) / "weights.json"
         program = str(Path(rules.__file__).with_name("on_ranks.py"))
         run(["-m", "mpikfac_apps", "launch", "-n", f"{RANKS}", program, str(file)])
-        norms = json.loads(file.read_text())
+        weights = json.loads(file.read_text())
     for name, case in rules.CASES.items():
         where = f"{RANKS} ranks, after {rules.STEPS} steps"
-        yield Row(f"norm of weights, {name}", where, rules.norm(case.expected(RANKS)), norms[name])
+        expected, found = map(rules.projection, (case.expected(RANKS)[-1], weights[name]))
+        yield Row(f"projection of weights, {name}", where, expected, found)
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(arguments: Sequence[str], limit: float = LIMIT) -> None:
     """Run Python with arguments, one thread for each rank.
 
     Raises:
-        ValueError: the program fails.
+        ValueError: the program fails, or takes longer than `limit` seconds.
     """
-    ran = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ran.returncode:
-        lines = (ran.stderr.strip() or ran.stdout.strip() or "no output").splitlines()
+    program = " ".join(arguments[:3])
+    with tempfile.TemporaryFile("w+") as output:  # not a pipe, which ranks could keep open
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"{program} did not end within {limit:g} s") from None
+        finally:
+            end(process)
+        output.seek(0)
+        lines = (output.read().strip() or "no output").splitlines()
+    if code:
         why = [line for line in lines if "Error: " in line] or lines
-        raise ValueError(f"{' '.join(arguments[:3])} ended with code {ran.returncode}: {why[-1]}")
+        raise ValueError(f"{program} ended with code {code}: {why[-1]}")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a program that still runs, with its ranks."""
+    process.terminate()  # mpirun ends its ranks
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
