@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from mpikfac import files
 from mpikfac.comm.messages.collectives import bfloat16_sum
 from mpikfac.comm.mpi import MPI, connected
 from mpikfac.errors import RankLostError
@@ -220,7 +221,7 @@ class ProcessGroupComm:
 
     def Split_type(self, kind: int) -> ProcessGroupComm:
         """Return the communicator of the ranks on this node."""
-        nodes = self.allgather((platform.node(), BOOT.read_text() if BOOT.exists() else ""))
+        nodes = self.allgather((platform.node(), files.read_text(BOOT) if BOOT.exists() else ""))
         return self._of([m for m, node in enumerate(nodes) if node == nodes[self.rank]], "node")
 
     def Create_cart(self, sides: Sequence[int]) -> ProcessGroupComm:

@@ -49,7 +49,7 @@ def write(directory: Path, results: Sequence[Result]) -> list[Path]:
             lstrip_blocks=True,
             undefined=jinja2.StrictUndefined,
         )
-        template = Path(__file__).with_name(f"artifact.{kind}").read_text()
+        template = files.read_text(Path(__file__).with_name(f"artifact.{kind}"))
         text = environment.from_string(template).render(
             written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             hardware=list(hardware()),
@@ -115,7 +115,7 @@ def hardware() -> Iterator[tuple[str, str]]:
 def _processor() -> str:
     """Return the name of the processor."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in files.read_text("/proc/cpuinfo", files.LIMIT).splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import mpikfac
-from mpikfac import FirstOrderTrainer, Strategy
+from mpikfac import FirstOrderTrainer, Strategy, files
 from mpikfac.lab import LSGD
 from mpikfac_apps.lab.reproduce import rules
 
@@ -29,7 +28,7 @@ def main() -> None:
         last = trained(comm, case.strategy, rules.STEPS, case.nesterov)[-1]
         weights[name] = [of_rank.tolist() for of_rank in comm.allgather(last)]
     if comm.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(weights))
+        files.write_text(sys.argv[1], json.dumps(weights))
 
 
 def trained(

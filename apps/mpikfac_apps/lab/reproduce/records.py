@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mpikfac import files
 from mpikfac_apps.lab.reproduce.entry import Row
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
@@ -22,7 +23,7 @@ def text_of(name: str) -> str:
         ValueError: the file is missing.
     """
     try:
-        return (RESULTS / name).read_text()
+        return files.read_text(RESULTS / name, files.LIMIT)
     except FileNotFoundError as error:
         raise ValueError(
             f"{RESULTS / name} is missing; recorded results need a clone of the repository, "

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mpikfac import files
 from mpikfac_apps.lab.reproduce import records, rules
 from mpikfac_apps.lab.reproduce.entry import Row
 
@@ -34,7 +35,7 @@ def defaults() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--{key}={value}" for key, value in AUTOENCODER.items()]
         run(["-m", "mpikfac_apps", "train", *options, f"--run_dir={folder}/run"])
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        lines = files.read_text(Path(folder) / "run" / "metrics.jsonl").splitlines()
     tests = [line["test_error"] for line in map(json.loads, lines) if "test_error" in line]
     yield Row("squared error of a curve", "autoencoder, 300 steps", recorded, tests[-1])
 
@@ -49,7 +50,7 @@ def exchanges() -> Iterator[Row]:
         file = Path(folder) / "weights.json"
         program = str(Path(rules.__file__).with_name("on_ranks.py"))
         run(["-m", "mpikfac_apps", "launch", "-n", f"{RANKS}", program, str(file)])
-        weights = json.loads(file.read_text())
+        weights = files.read_json(file)
     for name, case in rules.CASES.items():
         where = f"{RANKS} ranks, after {rules.STEPS} steps"
         expected, found = map(rules.projection, (case.expected(RANKS)[-1], weights[name]))
