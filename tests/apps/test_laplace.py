@@ -155,7 +155,7 @@ def test_the_page_shows_the_output(run, capsys):
 def forms(text):
     """Return the lines of a text without their numbers and paths."""
     lines = [re.sub(r"\S*step-\d+", "PATH", line) for line in text.strip().splitlines()]
-    return [" ".join(re.sub(r"-?\d[\d.,]*(e[+-]?\d+)?", "#", line).split()) for line in lines]
+    return [" ".join(re.sub(r"-?\d+([.,]\d+)*(e[+-]?\d+)?", "#", line).split()) for line in lines]
 
 
 def test_progress_and_lacking_tensors(run, monkeypatch, capsys):
