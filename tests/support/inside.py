@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from pytest import MonkeyPatch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpikfac import KFAC, FirstOrderTrainer, trainer
 from mpikfac.comm import Grid
@@ -28,6 +28,7 @@ from mpikfac.engine.curvature.recording.retained import RetainedGradients
 from mpikfac.engine.curvature.scales import Scales
 from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.lab import AsyncSGD
+from mpikfac.lab.curvature import records
 from mpikfac.lab.curvature_servers import decomposer
 from mpikfac.lab.local_sgd.replicas import Copies, of_copies
 from mpikfac.layers import Layer
@@ -51,6 +52,7 @@ __all__ = [
     "decompositions",
     "directions",
     "due",
+    "examples_of_parts",
     "factors",
     "gradients",
     "grid",
@@ -61,6 +63,7 @@ __all__ = [
     "look",
     "memory",
     "of_copies",
+    "one_example_at_a_time",
     "predicted_change",
     "record",
     "records_scales",
@@ -343,6 +346,19 @@ def let_wait(monkeypatch: MonkeyPatch, most: int) -> None:
 def compare_every(monkeypatch: MonkeyPatch, steps: int) -> None:
     """Let ranks compare weights and buffers every `steps` steps."""
     monkeypatch.setattr(trainer, "COMPARE_EVERY", steps)
+
+
+def one_example_at_a_time(monkeypatch: MonkeyPatch) -> None:
+    """Let passes over data compute the gradients of one example at a time."""
+    monkeypatch.setattr(records, "ELEMENTS", 1)
+
+
+def examples_of_parts(
+    model: nn.Module, layer: Layer, losses: records.Losses, x: Tensor
+) -> list[int]:
+    """Return the numbers of examples whose gradients are computed at a time."""
+    calls = records.record(model, [layer], losses, x)[layer.name]
+    return [len(some[0].g) for _, some in records.parts(layer, calls, len(x))]
 
 
 def waiting(kfac: KFAC) -> int:

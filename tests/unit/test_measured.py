@@ -12,8 +12,8 @@ from torch import nn
 import mpikfac
 from mpikfac import layers
 from mpikfac.lab import Curvature, output_variances, self_influence
-from mpikfac.lab.curvature import records
 from mpikfac.lab.curvature.matrices import ParameterMatrices
+from support import inside
 from support.curved import F64, KINDS, network, vectors
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -92,13 +92,12 @@ def test_slices_of_examples_change_nothing(kind, monkeypatch):
         return values, variances, self_influence(curvature, losses, [x])
 
     expected = found()
-    monkeypatch.setattr(records, "ELEMENTS", 1)
+    inside.one_example_at_a_time(monkeypatch)
     torch.testing.assert_close(found(), expected, **EXACT)
     model, x = model_of("linear")
     curvature = Curvature.measured(model, outputs, [x])
     (layer,) = curvature.layers.values()
-    calls = records.record(model, [layer], losses, x)[layer.name]
-    assert [len(some[0].g) for _, some in records.parts(layer, calls, EXAMPLES)] == [1] * EXAMPLES
+    assert inside.examples_of_parts(model, layer, losses, x) == [1] * EXAMPLES
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "batch norm"])

@@ -31,15 +31,24 @@ class OfRun(Protocol):
     """The options of a program that reads a finished run; see `LaplaceOptions`."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """The directory of a run or of a checkpoint."""
+
     @property
-    def out(self) -> Path | None: ...
+    def out(self) -> Path | None:
+        """A new file for the results."""
+
     @property
-    def trust(self) -> bool: ...
+    def trust(self) -> bool:
+        """Whether files that the run names may be executed."""
+
     @property
-    def data_path(self) -> str | None: ...
+    def data_path(self) -> str | None:
+        """The directory of the data set; None for that of the run."""
+
     @property
-    def device(self) -> Literal["auto", "cpu", "cuda", "xpu"]: ...
+    def device(self) -> Literal["auto", "cpu", "cuda", "xpu"]:
+        """The device of each rank."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mpikfac_apps import place
 from mpikfac_apps.lab.reproduce.entry import Entry, Row
 
 
-class Result(NamedTuple):
+class Reproduced(NamedTuple):
     """An entry and its rows.
 
     Attributes:
@@ -34,7 +34,7 @@ class Result(NamedTuple):
 KINDS = ("md", "html")
 
 
-def write(directory: Path, results: Sequence[Result]) -> list[Path]:
+def write(directory: Path, results: Sequence[Reproduced]) -> list[Path]:
     """Write artifact.md and artifact.html; return their paths.
 
     Raises:

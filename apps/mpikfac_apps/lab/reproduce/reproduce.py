@@ -13,7 +13,7 @@ from difflib import get_close_matches
 
 from mpikfac_apps import cli
 from mpikfac_apps.lab.reproduce import appendix
-from mpikfac_apps.lab.reproduce.appendix import Result
+from mpikfac_apps.lab.reproduce.appendix import Reproduced
 from mpikfac_apps.lab.reproduce.entry import Entry
 from mpikfac_apps.lab.reproduce.options import REPRODUCE, ReproduceOptions
 from mpikfac_apps.lab.reproduce.registry import ENTRIES
@@ -47,7 +47,7 @@ def reproduce(options: ReproduceOptions) -> int:
     return int(not all(map(as_expected, results)))
 
 
-def found(entry: Entry, alone: bool) -> Result:
+def found(entry: Entry, alone: bool) -> Reproduced:
     """Return the rows of an entry, or why it is not possible to find them here.
 
     Raises:
@@ -55,11 +55,11 @@ def found(entry: Entry, alone: bool) -> Result:
         OSError: see ValueError.
     """
     try:
-        return Result(entry, list(entry.rows()))
+        return Reproduced(entry, list(entry.rows()))
     except (OSError, ValueError) as error:
         if alone:
             raise
-        return Result(entry, [], str(error))
+        return Reproduced(entry, [], str(error))
 
 
 def chosen(name: str) -> Entry:
@@ -75,7 +75,7 @@ def chosen(name: str) -> Entry:
     return ENTRIES[name]
 
 
-def as_expected(result: Result) -> bool:
+def as_expected(result: Reproduced) -> bool:
     """Return whether rows were found and are within the tolerance, except for known misses."""
     entry, rows, refusal = result
     return not refusal and all(entry.verdict(row) in ("", "miss") for row in rows)
@@ -103,7 +103,7 @@ def listing() -> list[str]:
     ]
 
 
-def section(result: Result) -> list[str]:
+def section(result: Reproduced) -> list[str]:
     """Return lines about a result: source, data, command and numbers."""
     entry, rows, refusal = result
     facts = [f"{name}: {text}" for name, text in appendix.facts(entry)]
