@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
+from mpikfac_apps.lab import finished
 from mpikfac_apps.lab.influence import influence
 from mpikfac_apps.lab.influence.options import INFLUENCE
 from mpikfac_apps.problems import datasets, models
@@ -102,7 +103,7 @@ def test_every_pass_is_progress(run, monkeypatch, capsys):
     phases = []
     monkeypatch.setattr(influence.Watchdog, "enter", lambda _, *phase: phases.append(phase))
     monkeypatch.setattr(influence, "PASS", 50)
-    monkeypatch.setattr(influence, "LINES", 2)
+    monkeypatch.setattr(finished, "LINES", 2)
     assert influence.main([f"{run}", "--device=cpu"]) == 0
     assert phases.count(("influence", 4)) == 1 + 2 * 3
     printed = capsys.readouterr().out
