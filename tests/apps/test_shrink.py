@@ -103,7 +103,7 @@ def test_an_mpi_that_does_not_survive_is_refused_in_one_line(tmp_path, capfd, mo
     assert leave.value.code == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("mpikfac: options: a job of ")
-    assert line.endswith("use Open MPI 5 and start it with mpirun --with-ft ulfm")
+    assert line.endswith("use Open MPI 5, started with mpirun --with-ft ulfm")
     assert not run.exists()
 
 
