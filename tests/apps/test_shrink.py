@@ -102,7 +102,7 @@ def test_an_mpi_that_does_not_survive_is_refused_in_one_line(tmp_path, capfd, mo
         main(["--batch=60", f"--run_dir={run}", "--shrink=true"])
     assert leave.value.code == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("mpikfac: options: a job of ")
+    assert line.startswith("mpikfac: options: a job under ")
     assert line.endswith("use Open MPI 5, started with mpirun --with-ft ulfm")
     assert not run.exists()
 
