@@ -51,7 +51,12 @@ def time_to_accuracy() -> Iterator[Row]:
 
 
 def defaults(network: str) -> list[dict[str, float]]:
-    """Return the results of K-FAC with its default settings, by seed."""
-    jobs = (json.loads(line) for line in text_of("defaults.jsonl").splitlines())
-    rows = [(job["job"], job["result"]) for job in jobs]
-    return [result for (*job, _), result in rows if job == [network, "kfac", ""]]
+    """Return the results of K-FAC with its default settings, in the order of seeds."""
+    rows = map(json.loads, text_of("defaults.jsonl").splitlines())
+    of_seed = {
+        seed: row["result"]
+        for row in rows
+        for *job, seed in [row["job"]]
+        if job == [network, "kfac", ""]
+    }
+    return [of_seed[seed] for seed in sorted(of_seed)]

@@ -7,7 +7,7 @@ first. If the program has no global hook, no global hook is registered here.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import nn
 from torch.nn.modules import module as of_torch
@@ -20,7 +20,7 @@ class OwnOutputs:
     """Forward hooks of layers that are called before all hooks of the program."""
 
     def __init__(self) -> None:
-        self._hooks: WeakKeyDictionary[nn.Module, list[Hook]] = WeakKeyDictionary()
+        self._hooks: dict[nn.Module, list[Hook]] = {}
         self._handles: list[RemovableHandle] = []
         self._global: RemovableHandle | None = None  # calls the hooks in place of the modules
 
