@@ -20,14 +20,13 @@ class OwnOutputs:
     """Forward hooks of layers that are called before all hooks of the program."""
 
     def __init__(self) -> None:
-        self._hooks: dict[nn.Module, list[Hook]] = {}
+        # No hook is stored here: hooks lead to the model, which would outlive its trainer.
         self._handles: list[RemovableHandle] = []
         self._global: RemovableHandle | None = None  # calls the hooks in place of the modules
 
     def attach(self, layer: Layer, hook: Hook) -> None:
         """Call `hook` after each forward call of a module of the layer."""
         for module in layer.modules:
-            self._hooks.setdefault(module, []).append(hook)
             self._handles += layer.attach(module, Hook(self._on_module, ref(self), hook))
 
     def come_first(self) -> None:
@@ -45,7 +44,6 @@ class OwnOutputs:
         while self._handles:
             self._handles.pop().remove()
         self._global = None
-        self._hooks.clear()
 
     @staticmethod
     def _on_module(own: ref[OwnOutputs], hook: Hook, *called: Any) -> None:
@@ -54,5 +52,6 @@ class OwnOutputs:
             hook(*called)
 
     def _on_any(self, module: nn.Module, *called: Any) -> None:
-        for hook in self._hooks.get(module, ()):
-            hook(module, *called)
+        for hook in list(module._forward_hooks.values()):
+            if isinstance(hook, Hook) and hook.args[:1] == (ref(self),):
+                hook.args[1](module, *called)
