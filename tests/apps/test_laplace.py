@@ -93,7 +93,7 @@ def test_predictions_are_those_of_gradients_and_samples(run, tmp_path, capsys):
     assert laplace.main([f"{run}", *more]) == 0
     printed = capsys.readouterr().out
     assert "step 4, 60 training images" in printed
-    assert "weight_decay=0.0005 of kfac is no penalty of the loss" in printed
+    assert "weight_decay=0.0005 of kfac is not a penalty of the loss" in printed
     assert "precision of the prior: 2, given; log-evidence -" in printed
     found, (expected, _) = read(out), by_hand(run, 2.0)
     for name, probabilities in expected.items():

@@ -399,6 +399,17 @@ def test_dropped_trainers_leave_nothing_in_a_model(kind, overlap):
     assert not any(hooks)
 
 
+def test_a_trainer_that_a_weight_refers_to_ends_with_its_model():
+    """Oracle: the number of live parts of trainers before."""
+    before = inside.live_parts()
+    model = network()
+    one = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.01), COMM)
+    model[0].weight.register_hook(lambda g, trainer=one: g * (trainer.steps >= 0))
+    learn(one, seed=0)
+    del one, model
+    assert inside.live_parts() == before
+
+
 def test_a_copied_model_has_hooks_that_do_nothing():
     """Oracle: averages of a trainer whose model has no copy."""
     expected, kfac = (trainer(network()) for _ in range(2))

@@ -108,8 +108,8 @@ def notes_of(finished: Finished, images: int) -> list[str]:
         found.append(f"weight_decay={run.weight_decay:g} is a prior of precision {precision:.4g}")
     elif run.weight_decay:
         found.append(
-            f"weight_decay={run.weight_decay:g} of {run.optimizer} is no penalty of the loss: the "
-            f"weights are not the mode under a Gaussian prior"
+            f"weight_decay={run.weight_decay:g} of {run.optimizer} is not a penalty of the loss, "
+            f"so the weights are not the mode under a Gaussian prior"
         )
     softened = [
         name
