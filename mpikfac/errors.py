@@ -36,7 +36,7 @@ class RanksDifferError(UserError):
 
 
 class RankLostError(RuntimeError):
-    """Report that a message failed because another rank has ended, or takes no part in it.
+    """Report that a message failed because another rank has ended, or does not take part.
 
     This is a consequence; the other rank, or the launcher, reports the cause.
     """

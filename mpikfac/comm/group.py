@@ -17,7 +17,7 @@ from mpikfac.trace import Trace
 
 Call = Callable[[Any, Any], None]
 FIRST = 16
-"""In how many of its first exchanges of rows a group compares whether they require gradients."""
+"""The number of exchanges, from the first, in which a group checks `requires_grad` of rows."""
 
 
 class Group:

@@ -38,7 +38,7 @@ AMD = Maker("cuda", ("MPIX_Query_rocm_support", "MPIX_Query_hip_support"))  # Op
 INTEL = Maker("xpu", ("MPIX_Query_ze_support",))
 MAKERS = (AMD if torch.version.hip else NVIDIA, INTEL)
 
-REMEDY = "install one by pip install 'mpikfac[mpi]', or load the module of your site's MPI"
+REMEDY = "install one with pip install 'mpikfac[mpi]', or load the module of your site's MPI"
 
 log = logging.getLogger("mpikfac")
 
@@ -47,7 +47,7 @@ def world() -> MPI.Intracomm:
     """Start MPI, and return the communicator of all ranks.
 
     If torch.distributed connects several processes and MPI does not, return one over its process
-    group, see `over`. Otherwise, without an MPI library, the process runs alone, after a warning.
+    group (see `over`). Otherwise, without an MPI library, the process runs alone, after a warning.
 
     Collective over: none.
 

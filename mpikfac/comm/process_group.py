@@ -29,19 +29,19 @@ from mpikfac.comm.mpi import MPI, connected
 from mpikfac.errors import RankLostError
 
 SOURCE = re.compile(r"^\[\S*\] ")
-"""The file in which gloo raises an error, in its text."""
+"""The source file with which the text of an error of gloo begins."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def over(group: ProcessGroup | None = None) -> MPI.Intracomm:
-    """Return a communicator over a process group of torch.distributed; None: of all processes.
+    """Return a communicator over a process group of torch.distributed, by default all processes.
 
         torch.distributed.init_process_group("gloo")
         optimizer = mpikfac.KFACOptimizer(model, comm=mpikfac.over())
 
     The group needs a backend for host memory: "gloo", or "cpu:gloo,cuda:nccl" to send device
-    memory by NCCL. Sums have the backend's order, which can differ from MPI's. Strategies with
-    servers need MPI. Processes outside a group must not call this: for some of them, torch's
+    memory with NCCL. The backend sums in its own order, which can differ from MPI's. Strategies
+    with servers need MPI. Processes outside a group must not call this: for some of them, torch's
     `new_group` returns None.
 
     Collective over: none.
@@ -84,7 +84,7 @@ class Request:
 
 
 class Meeting(NamedTuple):
-    """The request of a barrier in torch's store, which ranks inside collectives do not disturb."""
+    """The request of a barrier in torch's store, which works even if ranks are in collectives."""
 
     store: Any
     key: str
@@ -103,7 +103,7 @@ class Meeting(NamedTuple):
 
 
 class GroupKind(NamedTuple):
-    """Describe process groups that can replace each other."""
+    """What process groups must have in common to be interchangeable."""
 
     ranks: tuple[int, ...]
     backends: str
@@ -142,7 +142,7 @@ class ProcessGroupComm:
         """Call a function that communicates.
 
         Raises:
-            RankLostError: it failed, because another rank has ended or takes no part.
+            RankLostError: it failed because another rank has ended, or does not take part.
             RuntimeError: it failed for another reason, such as too little memory.
         """
         try:
@@ -152,8 +152,8 @@ class ProcessGroupComm:
                 raise
             text = SOURCE.sub("", str(error)).partition(". ")[0]
             raise RankLostError(
-                f"{name} over {self.name!r} failed, because another rank has ended or takes no "
-                f"part; the cause is what that rank reports, or the launcher ({text})"
+                f"{name} over {self.name!r} failed, because another rank has ended or does not "
+                f"take part; see what that rank or the launcher reports for the cause ({text})"
             ) from error
 
     def _start(
@@ -180,7 +180,7 @@ class ProcessGroupComm:
         return values
 
     def scatter(self, values: Sequence[Any] | None, root: int = 0) -> Any:
-        """Return the rank's value of the root's."""
+        """Return this rank's value from the root's list."""
         own: list[Any] = [None]
         of_all = list(values) if self.rank == root and values is not None else None
         settings = {"group": self._group, "group_src": root}
@@ -251,18 +251,18 @@ class ProcessGroupComm:
     # -- reductions ------------------------------------------------------------------------------
 
     def Iallreduce(self, sent: Any, received: Any, op: Any = None) -> Request:
-        """Start to reduce to all ranks."""
+        """Start an all-reduce."""
         total, reduction = _summed(_flat(received), op)
         if sent is not MPI.IN_PLACE:
             total.copy_(_summed(_flat(sent), op)[0])
         return self._start("Allreduce", distributed.all_reduce, total, op=reduction)
 
     def Allreduce(self, sent: Any, received: Any, op: Any = None) -> None:
-        """Reduce to all ranks."""
+        """All-reduce."""
         self.Iallreduce(sent, received, op).Wait()
 
     def Ireduce(self, sent: Any, received: Any, op: Any = None, root: int = 0) -> Request:
-        """Start to reduce to the root; buffers of other ranks keep their values."""
+        """Start a reduction to the root; buffers of other ranks keep their values."""
         if self.rank == root:
             total, reduction = _summed(_flat(received), op)
             if sent is not MPI.IN_PLACE:
@@ -367,7 +367,7 @@ class ProcessGroupComm:
         self._start("Barrier", distributed.barrier).Wait()
 
     def Ibarrier(self) -> Meeting:
-        """Announce this rank's arrival at the end of the job; the request tests for all ranks."""
+        """Announce that this rank has reached its end; the request tests whether all ranks have."""
         meetings = _groups(distributed.group.WORLD).meetings
         meetings[self._group] += 1
         key = f"mpikfac/end {meetings[self._group]}"
@@ -393,7 +393,7 @@ class Groups:
     chosen here, from counts that are equal on all ranks of a group.
 
     Args:
-        world: the group of all processes, which is another one after each initialisation.
+        world: the group of all processes; each initialisation creates a new one.
 
     Attributes:
         shared: used by all communicators of the ranks, in the same order on all ranks.
@@ -437,7 +437,7 @@ _groups = lru_cache(maxsize=1)(Groups)
 
 
 def _tells_of_loss(error: RuntimeError) -> bool:
-    """Return whether an error of torch.distributed tells of another rank, or of the connection."""
+    """Return whether an error of torch.distributed is about another rank, or the connection."""
     text = str(error)
     gloo = SOURCE.match(text) is not None or "Timed out" in text
     return gloo or isinstance(error, distributed.DistError)
@@ -453,7 +453,7 @@ def _flat(buffer: Any) -> Tensor:
     elif not isinstance(buffer, Tensor):
         buffer = torch.frombuffer(buffer, dtype=torch.uint8)
     flat = buffer.detach().view(-1)
-    # The stride of less than two elements can be any.
+    # With fewer than two elements, the stride is arbitrary.
     return flat if len(flat) > 1 else flat.as_strided((len(flat),), (1,))
 
 

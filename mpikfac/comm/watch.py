@@ -132,14 +132,14 @@ class Watch:
             comm: the ranks that train together.
             met: whether all ranks of the job take part in the trainer's steps.
         """
-        if not self.trainers:  # a failing thread must not ask for them
+        if not self.trainers:  # now, because a failing thread must not query MPI
             ranks = MPI.COMM_WORLD if MPI.COMM_WORLD.size > 1 else comm
             self._rank, self._size = ranks.rank, ranks.size
         self.trainers += 1
         self.move(None)
         threads = met and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if (threads or self._limit) and not self._thread.is_alive() and not self._closed.is_set():
-            self._thread.start()  # first, as other ranks may never make a trainer
+            self._thread.start()  # before `Dup`, because other ranks may never create a trainer
         if met and self._ring is None:
             self._ring = MPI.COMM_WORLD.Dup()
             atexit.register(self._end_program)
@@ -160,7 +160,7 @@ class Watch:
             self._look_until_closed()
         except Exception as error:
             about = " ".join(f"{type(error).__name__}: {error}".split())
-            _print(f"the watch of rank {self._rank} ends, so a hang has no limit: {about}")
+            _print(f"the watch of rank {self._rank} has failed, so it detects no hang: {about}")
 
     def _look_until_closed(self) -> None:
         moves, still, sent = -1, 0.0, False

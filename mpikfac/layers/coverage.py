@@ -205,7 +205,7 @@ def check_any_covered(
             raise ValueError(
                 f"K-FAC covers no layer: {name or 'the model'} is a {kind.__name__}, a class "
                 f"derived from {base.__name__}, which can compute something else; use the plain "
-                f"model, or cover the class by coverage=mpikfac.Coverage(covers=...)"
+                f"model, or cover the class with coverage=mpikfac.Coverage(covers=...)"
             )
 
 

@@ -55,7 +55,7 @@ def maker_of(module: nn.Module, covers: Kinds) -> Maker | None:
 
 # -- derived classes -----------------------------------------------------------------------------
 
-NEVER_CALLED = (NonDynamicallyQuantizableLinear,)  # an attention multiplies by the weight itself
+NEVER_CALLED = (NonDynamicallyQuantizableLinear,)  # attention multiplies by the weight itself
 
 
 def same_as(module: nn.Module, covers: Kinds) -> bool:

@@ -364,7 +364,7 @@ def spread(
 
 
 def diagonally(rows: int, columns: int) -> list[int]:
-    """Return the ranks of a grid in an order whose first ranks are far from each other.
+    """Return the ranks of a grid in an order in which the first ones are far from each other.
 
     If there are more ranks than owners, each node then has about the same number of owners.
     """

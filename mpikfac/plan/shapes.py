@@ -75,9 +75,9 @@ class FactorShape:
         name: "conv1.A"; "conv1.A0", "conv1.A1", ... are blocks along the diagonal of a large
             factor.
         order: the order of a matrix, including the bias coordinate.
-        count: the number of matrices. Matrices of order 1 are a diagonal if the layer has no
-            groups.
-        rank: the number of eigenvectors of a matrix that are kept; None for all.
+        count: the number of matrices. Without groups, matrices of order 1 together are a diagonal
+            matrix.
+        rank: the number of eigenvectors kept per matrix; None for all.
     """
 
     name: str
@@ -278,7 +278,7 @@ def check_layers(
 
 
 def few(rank: int, order: int) -> bool:
-    """Return whether computing `rank` eigenvectors is faster than all; see `leading_eigenbasis`."""
+    """Return whether `rank` eigenvectors take less time than all; see `leading_eigenbasis`."""
     return 4 * rank <= order
 
 

@@ -290,7 +290,7 @@ def test_a_checkpoint_without_settings_is_said(run):
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        ({"settings": [1]}, "item 'run/data' has settings of a different form"),
+        ({"settings": [1]}, "item 'run/data' has settings of an unexpected form"),
         ({"settings": {"lr": "x"}, "open": {}}, "lr=x must be a finite number > 0"),
         ({"settings": {"lr": {"a": 1}}, "open": {}}, "must be a finite number > 0"),
         (

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gate
 
 OPTIONS = ("--batch=120", "--data.train_images=360", "--epochs=2", "--log_every=1", "--threads=1")
 TIMES = ("seconds", "images_per_second", "communication")
-REMEDY = "install one by pip install 'mpikfac[mpi]', or load the module of your site's MPI"
+REMEDY = "install one with pip install 'mpikfac[mpi]', or load the module of your site's MPI"
 NONE = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
 
 

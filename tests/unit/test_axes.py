@@ -31,8 +31,8 @@ PLACES = {
         "towards the copy with the lowest loss",
     ),
     "streaming-diloco": (
-        *("weights every 50 steps by an outer step in 5 parts by turns", "all ranks", "none"),
-        *("steps after an exchange", "mean"),
+        "weights every 50 steps by an outer step, in 5 parts one after another",
+        *("all ranks", "none", "steps after an exchange", "mean"),
     ),
     "daso": (
         *("weights every 4 steps", "nodes, two levels", "none"),

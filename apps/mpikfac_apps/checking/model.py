@@ -54,7 +54,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def check_passes(subject: Subject, examples: int, ranks: int) -> None:
-    """Run the forward and backward passes of the comparisons, on several ranks also in eval().
+    """Run the forward and backward passes of the comparisons; with several ranks, also in eval().
 
     Raises:
         ValueError: the model's own code raises an error; the message is one line.

@@ -29,7 +29,7 @@ print(MPI.Get_library_version().splitlines()[0])
 with open("/proc/self/maps") as maps:
     print(next(line.split()[-1] for line in maps if "/libmpi" in line))
 """
-REMEDY = "install one by pip install 'mpikfac[mpi]', or load the module of your site's MPI"
+REMEDY = "install one with pip install 'mpikfac[mpi]', or load the module of your site's MPI"
 
 
 @dataclass(frozen=True)

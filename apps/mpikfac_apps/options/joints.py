@@ -47,7 +47,7 @@ def allowed(base: type[Choice]) -> str:
 
 
 def type_of(joint: str, base: type[C], name: str) -> type[C]:
-    """Return the type with a name.
+    """Return the type with the given name.
 
     Args:
         joint: the joint's name in messages, such as "sync".

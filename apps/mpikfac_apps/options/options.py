@@ -75,7 +75,7 @@ class DataOptions:
             `mpikfac pack`; FILE.py:FUNCTION: the tensors that your function returns. Names.
         path: the directory with the unpacked archive of cifar10 or cifar100; the folder with
             train/CLASS/*.jpg and val/CLASS/*.jpg; the file written by `mpikfac pack`; a text file,
-            or a directory with files *.py and *.txt, null for Python's standard library; or the
+            or a directory with *.py and *.txt files, null for Python's standard library; or the
             folder with a volume's image.nii.gz and labels.nii.gz, null for nilearn's MNI152.
         train_images: the number of training images to use: the first images of the data set; for a
             folder or a packed file, evenly spaced images; for curves and synthetic images, the
@@ -90,9 +90,9 @@ class DataOptions:
         mirror: how augment mirrors images. null: half of the images, at random; "alternating":
             random images in the first epoch, and each image in every second epoch.
         mixup: alpha of mixup: each training image, and its loss, becomes a weighted mean over two
-            images; the weight of a step is drawn from Beta(alpha, alpha). null for none.
+            images; each step draws the weight from Beta(alpha, alpha). null for none.
         cutmix: alpha of cutmix: a box in each training image shows another image, and the loss
-            weights the labels by area; the fraction of a step is drawn from Beta(alpha, alpha).
+            weights the labels by area; each step draws the fraction from Beta(alpha, alpha).
             With both mixup and cutmix, each step chooses one of them at random. null for none.
         size: the side length in pixels of patches, null for 28; of synthetic images, null for 32;
             of the crop of an image in a file that the network receives, null for 224; the bytes of
@@ -342,8 +342,8 @@ class LearningOptions:
         data: the data set.
         kfac: the settings of K-FAC.
         batch: the number of images per step, on all ranks together; a multiple of the number of
-            ranks. Schedules of other options follow the epochs, whatever the batch. null without
-            batch_per_rank: 256, or the next lower multiple of the number of ranks.
+            ranks. Schedules of other options follow the epochs, whatever the batch. null: 256, or
+            the next lower multiple of the number of ranks, unless batch_per_rank is set.
         batch_per_rank: the number of images per step on each rank. A run that resumes on another
             number of ranks keeps the total batch.
         accumulate: the number of passes in which a rank processes its part of a step's images, one
@@ -391,8 +391,8 @@ class LearningOptions:
             module with parameters, is trained; all other layers are frozen, and are trained from
             the second step of the next epoch on. null: all layers are trained from the start.
         direct_feedback: the names of modules, such as [layer1, layer2], each of which ends a block
-            of layers. Gradients of blocks are computed from the error of the outputs by fixed
-            signs, not from the next block [Han & Yoo 2019]; inside blocks, gradients are exact.
+            of layers. The gradients of a block are computed from the error of the outputs and
+            fixed signs, not from the next block [Han & Yoo 2019]; inside blocks, they are exact.
             K-FAC needs kfac.fisher_type=forward-only. Empty: all gradients are exact.
         seed: the seed of initial weights, of the order of images and of augmentation.
     """

@@ -148,7 +148,7 @@ def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[
 
 
 def passing(message: Message, team: Sequence[int], member: int) -> Iterator[bytes]:
-    """Yield the content of the nodes in which a member sends to members, and receives."""
+    """Yield the content of the nodes in which a member sends to other members, and receives."""
     moves = passed(message.spans, message.to)
     itemsize = message.size // sum(move.size for move in moves)
     for move in moves:

@@ -87,7 +87,7 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
 def foreseen_of(options: PlanOptions) -> Foreseen:
     """Return the plan, intervals and cost of a run with the options, after the first batch.
 
-    "sgd" is the strategy without K-FAC: all choices but those of messages have no effect.
+    "sgd" is the strategy without K-FAC: only the choices about messages have an effect.
 
     Raises:
         ValueError: options cannot be combined.

@@ -45,7 +45,7 @@ def listing() -> list[str]:
         (
             name,
             way.source,
-            "same" if way.same else "another",
+            "same" if way.same else "different",
             textwrap.shorten(way.what, SHORT, placeholder=" ..."),
         )
         for name, way in mpikfac.plan.NAMED.items()
@@ -65,7 +65,7 @@ def legend() -> list[str]:
         "4V are the bytes of all factors as full matrices, as triangles and as vectors; 4N those "
         "of all gradients, and 4R those of the thin matrices that replace them. K-FAC is one of "
         "several preconditioners under these plans: shampoo, kl-shampoo and soap do not send "
-        "first term); muon and normuon do not send bases (the second) either."
+        "factors (the first term); muon and normuon do not send bases (the second) either."
     )
     return textwrap.wrap(text, WIDTH)
 
@@ -73,7 +73,7 @@ def legend() -> list[str]:
 def paragraph(name: str) -> list[str]:
     """Return lines about a strategy."""
     way = mpikfac.plan.NAMED[name]
-    kind = "the same estimator" if way.same else "another estimator"
+    kind = "the same estimator" if way.same else "a different estimator"
     settings = [f"{key}={value}" for key, value in way.settings.items()]
     choices = ", ".join([differences(way.strategy), *settings])
     places = ", ".join(

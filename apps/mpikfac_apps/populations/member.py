@@ -25,7 +25,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Searched:
-    """A hyperparameter that the search changes; for the library, it is a schedule."""
+    """A hyperparameter that the search changes; the library sees it as a schedule."""
 
     def __init__(self, value: float) -> None:
         self.value = value

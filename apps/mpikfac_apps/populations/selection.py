@@ -99,7 +99,7 @@ def of_layer(item: str, layer: str) -> bool:
 def mutated(
     state: Mapping[str, Any], names: Collection[str], size: float, generator: torch.Generator
 ) -> State:
-    """Return a state with normal noise, of `size` times a tensor's RMS, added to named tensors."""
+    """Return the state with Gaussian noise of `size` times each tensor's RMS added to `names`."""
     changed = dict(state)
     for name in sorted(names):
         weights = state[name]

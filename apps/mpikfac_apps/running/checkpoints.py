@@ -80,7 +80,7 @@ class Saver:
             log.info("wrote %s in %.1f s", path, seconds)
 
     def remind(self, written: int, late: int, limit: float | None) -> None:
-        """Warn about a checkpoint that takes long, once per `limit` seconds; not collective.
+        """Warn about a checkpoint that takes too long, once per `limit` seconds; not collective.
 
         Args:
             written: the number of ranks that have written their parts.
@@ -168,7 +168,7 @@ def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]
     """Return the training time, the size of metrics.jsonl, and its lines that were not written.
 
     Raises:
-        ValueError: an item has a different form.
+        ValueError: an item has an unexpected form.
     """
     items = {name: checkpoint.get(name, "") for name in RECORDS}
     if not files.has_form(items, RECORDS) or not all(items[name] >= 0 for name in list(items)[:2]):

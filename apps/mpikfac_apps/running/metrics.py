@@ -75,7 +75,7 @@ class Meter:
 
         Collective over: world.
         """
-        total = self._total()  # a single rank's means restart after a restart
+        total = self._total()  # a single rank's means begin again after a restart
         return {"run/counted": total, "run/reported": total if self.alone else self._reported}
 
     def leave_out_lost(self, left: mpikfac.comm.Comm) -> None:

@@ -27,7 +27,7 @@ from mpikfac_apps.problems.datasets import Dataset
 from mpikfac_apps.training.augmentation.moves import Augmentation, augmented
 from mpikfac_apps.training.calendar import Calendar
 
-SEEN = 1024  # the number of images in files from which the mean and variance of pixels are computed
+SEEN = 1024  # for images in files: how many are used for the mean and variance of pixels
 ROOM = 128  # the minimum capacity for images in files, whatever the batch size
 WORKERS = 2  # processes per rank
 

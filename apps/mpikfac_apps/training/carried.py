@@ -22,7 +22,7 @@ KINDS = {
 
 
 def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
-    """Estimate the MB of a checkpoint of weights, momentum, factors' triangles, bases, scales.
+    """Estimate the size of a checkpoint in MB: weights, momentum, packed factors, bases, scales.
 
     Args:
         tensors_per_weight: the number of values per weight: the weight itself and its averages.

@@ -259,13 +259,13 @@ def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
     """Return the description of its run that a checkpoint contains.
 
     Raises:
-        ValueError: the item has a different form.
+        ValueError: the item has an unexpected form.
     """
     saved = files.json_of(str(checkpoint["run/data"]))
     if not files.has_form(saved, {"ranks": int, "threads": int, "batch": (int, str)}):
-        raise ValueError("item 'run/data' has a different form")
+        raise ValueError("item 'run/data' has an unexpected form")
     if "settings" in saved and not files.has_form(saved, {"settings": dict, "open": dict}):
-        raise ValueError("item 'run/data' has settings of a different form")
+        raise ValueError("item 'run/data' has settings of an unexpected form")
     ranks, batch = saved["ranks"], saved["batch"]
     if ranks < 1 or (isinstance(batch, int) and ranks > batch):
         raise ValueError(f"item 'run/data' has {ranks} ranks for batch={batch}")

@@ -22,7 +22,7 @@ def _add_bfloat16(part: Any, total: Any, _: MPI.Datatype) -> None:
 
 @cache
 def bfloat16_sum() -> MPI.Op:
-    """Return the operation that adds bfloat16, of which MPI sees the bits as integers."""
+    """Return the operation that adds bfloat16 values, which MPI receives as integers."""
     return MPI.Op.Create(_add_bfloat16, commute=True)
 
 

@@ -20,7 +20,7 @@ from mpikfac.errors import UserError
 from mpikfac.plan import BATCH
 
 PAUSE = 1e-4  # seconds before the ranks try again if no message is ready on all of them
-PATIENCE = 60.0  # seconds without a piece that is sent, after which `close` no longer waits
+PATIENCE = 60.0  # seconds in which no piece is sent, after which `close` stops waiting
 
 
 class Piece(NamedTuple):

@@ -271,7 +271,7 @@ class DiLoCo(LocalSGD):
         later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
         outer = " by an outer step" if self.outer_momentum else ""
         if self.fragments > 1:
-            outer += f" in {self.fragments} parts by turns"
+            outer += f", in {self.fragments} parts one after another"
         when = f"weights every {self.sync_every} steps{outer}{later}"
         beside = {"overlap": "steps after an exchange"} if self.delay else {}
         return {**super().described(), "synchronisation": when, **beside}

@@ -86,7 +86,7 @@ class Merge:
         """Change the gradients of a step that the rank takes independently."""
 
     def end_step(self, step: int) -> bool:
-        """End an independent step; return whether votes include all ranks.
+        """End an independent step; return whether the votes are now those of all ranks.
 
         Collective over: world, if an exchange is due.
         """

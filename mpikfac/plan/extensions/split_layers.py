@@ -1,4 +1,4 @@
-"""The gradients of split layers, of which each rank of a group computes a slice."""
+"""The gradients of split layers; each rank of a group computes a slice of them."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def open_checkpoint(
     if len(steps) > 1:
         words = " and ".join(f"step {step}" if step >= 0 else "none" for step in sorted(steps))
         raise mpikfac.UserError(
-            f"the groups have no checkpoint of a common step, but {words}; use another run_dir"
+            f"the groups have no checkpoint of the same step, but {words}; use a different run_dir"
         )
     return checkpoint
 
