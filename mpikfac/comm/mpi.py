@@ -111,7 +111,7 @@ class _OnDemand:
     """The names of `mpi4py.MPI`; using the first one imports it and starts MPI.
 
     Under `torchrun`, and in a worker process that torch.distributed connects, MPI is not started,
-    unless the program has done so: each process would be an MPI job of its own.
+    unless the program has done so: each process would become a separate MPI job.
 
     Attributes:
         missing: why no MPI library could be loaded; "" if one was, or was not needed.

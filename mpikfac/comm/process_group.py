@@ -236,7 +236,7 @@ class ProcessGroupComm:
         return self._of(members.tolist(), "split")
 
     def Dup(self) -> ProcessGroupComm:
-        """Return a communicator of the same ranks with a process group of its own."""
+        """Return a communicator of the same ranks with its own process group."""
         kind, groups = self._kind(range(self.size)), _groups(distributed.group.WORLD)
         free = groups.free.setdefault(kind, [])
         group = free.pop(0) if free else groups.create(kind)

@@ -23,7 +23,7 @@ PRECONDITIONERS: dict[PreconditionerName, Preconditioner] = {kind.name: kind() f
 
 
 def named_preconditioner(preconditioner: PreconditionerName | Preconditioner) -> Preconditioner:
-    """Return the preconditioner with a name; a `Preconditioner` is returned unchanged.
+    """Return the preconditioner with the given name; a `Preconditioner` is returned unchanged.
 
     Raises:
         ValueError: no preconditioner has the name.

@@ -478,7 +478,7 @@ def _value_of(options: Any, leaf: Leaf) -> Any:
 
 
 def dtype(name: str) -> torch.dtype:
-    """Return the dtype with a name in `DTYPES`."""
+    """Return the dtype with the given name in `DTYPES`."""
     import torch
 
     return typing.cast(torch.dtype, getattr(torch, name))

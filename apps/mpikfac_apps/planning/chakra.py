@@ -40,8 +40,8 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
     Return the number of traces.
 
     Args:
-        prediction: the times of computations, which are those of the slowest rank; None for
-            traces of messages alone.
+        prediction: contains the times of computations on the slowest rank; None for traces that
+            contain only messages.
 
     Raises:
         ValueError: a message has no counterpart in Chakra, or there are other kinds of steps.

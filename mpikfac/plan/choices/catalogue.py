@@ -186,7 +186,7 @@ NAMED: dict[str, Named] = {
 
 
 def get_strategy(name: str) -> tuple[Strategy, dict[str, Any]]:
-    """Return the strategy with a name, and the other arguments of `KFAC` that belong to it.
+    """Return the strategy with the given name, and the arguments of `KFAC` that belong to it.
 
         strategy, settings = mpikfac.get_strategy("kfac-opt")
         mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
