@@ -187,7 +187,7 @@ def test_a_watch_that_fails_says_so():
     broken = "watch.Watch._receive = None\ntime.sleep(1)"
     found = ended(1, "2", after=broken, env={"MPIKFAC_WATCHDOG_TIMEOUT": "60"})
     assert found.returncode == 0
-    line = "mpikfac: the watch of rank 0 has failed, so it detects no hang: TypeError: "
+    line = "mpikfac: the watch of rank 0 has failed, so hangs are not detected: TypeError: "
     assert found.stderr.count(line) == 1, found.stderr
 
 
