@@ -155,7 +155,7 @@ class Grid:
     def _exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
         """Exchange uncompressed values of a type that MPI supports."""
         summed = any(message.primitive not in COPIES for message in messages)
-        # NCCL would require that messages between pairs are started as a batch.
+        # NCCL would require messages between pairs to be started as a batch.
         pairs = any(message.primitive == PASSED for message in messages)
         by_host = pairs and isinstance(self.world, ProcessGroupComm)
         of = self._buffers.on_host if by_host else partial(self._buffers.of, summed=summed)

@@ -17,7 +17,7 @@ from mpikfac.trace import Trace
 
 Call = Callable[[Any, Any], None]
 FIRST = 16
-"""The number of exchanges, from the first, in which a group checks `requires_grad` of rows."""
+"""The number of initial exchanges in which a group checks the `requires_grad` of rows."""
 
 
 class Group:

@@ -132,7 +132,7 @@ class Watch:
             comm: the ranks that train together.
             met: whether all ranks of the job take part in the trainer's steps.
         """
-        if not self.trainers:  # now, because a failing thread must not query MPI
+        if not self.trainers:  # stored, so that a failing thread need not query MPI
             ranks = MPI.COMM_WORLD if MPI.COMM_WORLD.size > 1 else comm
             self._rank, self._size = ranks.rank, ranks.size
         self.trainers += 1
