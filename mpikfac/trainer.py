@@ -46,7 +46,7 @@ from mpikfac.model import (
     check_owned,
     check_synchronous,
     check_tensors,
-    check_unsharded,
+    check_wrappers,
     check_written,
     checksums,
     common_type,
@@ -60,10 +60,11 @@ from mpikfac.model import (
     missing_state,
     model_state,
     needed_state,
+    sharding_of,
     taking_up,
     unstored_settings,
 )
-from mpikfac.numerics import Scaler, without_autocast
+from mpikfac.numerics import Scaler, is_sharded, without_autocast
 from mpikfac.plan import Plan, Split, Strategy, check_size, strategy_of
 from mpikfac.plan.names import STEPS
 from mpikfac.settings import Numbers
@@ -285,6 +286,7 @@ class Trainer:
     def _own_tensors(self) -> list[Tensor]:
         """Return the tensors that can differ between ranks before a step."""
         unequal = [buffer for n, buffer in self.model.named_buffers() if n in self._unequal]
+        unequal += [parameter for parameter in self.model.parameters() if is_sharded(parameter)]
         return unequal + [statistic.tensor for statistic in self.built.gradients.statistics]
 
     def _skip(self, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
@@ -460,13 +462,14 @@ class Trainer:
             ValueError: a choice or a layer is not supported.
         """
         factory, strategy = self._factory, self._strategy
-        check_unsharded(self.model)
+        check_wrappers(self.model)
         check_tensors(self.model)
         layers, uncovered = factory.cover(self.model)
         dtype, device = common_type([*layers, *uncovered])
         uncovered = [*uncovered, votes or Votes(dtype, device)]
         split = _split_of(self.model, [*layers, *uncovered], self._team.trains.size)
-        covered = CoveredModel(layers, uncovered, dtype, device, split)
+        sharding = sharding_of(self.model, [*layers, *uncovered], self._team.trains.size)
+        covered = CoveredModel(layers, uncovered, dtype, device, split, sharding)
         plan = factory.plan(covered, strategy, self.optimizer, self._team)
         check_owned(self.optimizer, [*layers, *uncovered], plan.strategy)
         check_momentum(self.optimizer, strategy, factory.momentum)
@@ -490,7 +493,8 @@ class Trainer:
         except RanksDifferError:
             agree(comm, describe_tensors(model))  # names the tensor if models differ
             raise
-        broadcast(comm, [*model.parameters(), *model.buffers()])
+        whole = [parameter for parameter in model.parameters() if not is_sharded(parameter)]
+        broadcast(comm, [*whole, *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node
         grid = Grid(comm, plan.grid.workers, self.trace, per_node, plan.split.tp_plan)
         kind = covered.dtype, covered.device

@@ -107,6 +107,8 @@ class Layer:
         self.parameters: list[Tensor] = trained
         self.bias = trained[-1] is tensors[1]
         self.bias_alone = self.bias and len(trained) == 1
+        of_module = _places(module)
+        self._places = [of_module[id(parameter)] for parameter in trained]
         self.shape = self.whole_shape()
 
     def __repr__(self) -> str:
@@ -124,7 +126,7 @@ class Layer:
 
     def whole_shape(self) -> LayerShape:
         """Return the shape with whole factors A and G, or only G if only the bias is trained."""
-        first = self.arranged(self.parameters[0])
+        first = self.arranged(_without_values(self.parameters[0]))
         outputs = len(first)
         if self.bias_alone:
             return LayerShape(self.name, 1, outputs, sides="G")
@@ -366,7 +368,26 @@ class Layer:
 
     @cached_property
     def _arranged_shapes(self) -> list[torch.Size]:
-        return [self.arranged(parameter).shape for parameter in self.parameters]
+        return [self.arranged(_without_values(p)).shape for p in self.parameters]
+
+    @property
+    def in_use(self) -> list[Tensor]:
+        """The parameters that the module has now: in a pass, `fully_shard` replaces its shards."""
+        return [getattr(module, name) for module, name in self._places]
+
+
+def _places(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:
+    """Return the module and the name of every parameter inside `module`, by `id`."""
+    return {
+        id(parameter): (part, name)
+        for part in module.modules()
+        for name, parameter in part.named_parameters(recurse=False)
+    }
+
+
+def _without_values(parameter: Tensor) -> Tensor:
+    """Return a tensor with the shape of a parameter, of which the rank may hold only a shard."""
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def _check_registered(module: nn.Module, tensors: Sequence[Tensor | None]) -> None:

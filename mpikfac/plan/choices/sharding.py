@@ -1,0 +1,76 @@
+"""Parameters of which each rank holds a shard, as `fully_shard` of torch distributes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpikfac.plan.choices.combinations import Combination
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A trained parameter whose rows are distributed over ranks.
+
+    Attributes:
+        block: the layer or uncovered parameter that it belongs to.
+        elements: the number of elements of every rank's shard, which can be 0.
+    """
+
+    block: str
+    elements: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The trained parameters of a sharded model; none if every rank holds whole parameters."""
+
+    parameters: tuple[ShardedParameter, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.parameters)
+
+    def counts(self, owners: Mapping[str, int]) -> list[list[int]]:
+        """Return how many numbers every rank has for every owner: its shards, and one per shard.
+
+        Args:
+            owners: the rank that computes the direction of every block.
+        """
+        ranks = range(len(self.parameters[0].elements))
+        of_owner = [[p for p in self.parameters if owners[p.block] == owner] for owner in ranks]
+        return [[sum(p.elements[rank] + 1 for p in own) for own in of_owner] for rank in ranks]
+
+
+SHARDED: tuple[Combination, ...] = (
+    Combination(
+        "sharded",
+        (True,),
+        {"assignment.shard_optimizer": True, "assignment.colocate_factors": True},
+        "the owner of a layer receives its gradient from all shards, and sends its direction back",
+    ),
+    Combination(
+        "sharded",
+        (True,),
+        {"transport.overlap": False, "transport.ranks_per_node": None, "refresh.servers": 0},
+        "shards are sent to owners by one message after the backward pass",
+    ),
+    Combination(
+        "sharded",
+        (True,),
+        {"compression.gradients": None},
+        "fully_shard has averaged the gradients",
+    ),
+    Combination(
+        "sharded",
+        (True,),
+        {"tp_size": 1},
+        "split layers have whole slices of weights on their ranks",
+    ),
+    Combination(
+        "sharded",
+        (True,),
+        {"fisher_type": "empirical"},
+        "fully_shard reduces the gradients of one backward pass, that of the loss",
+    ),
+)
+"""What a sharded model requires of the choices; `shard_optimizer` has requirements of its own."""
