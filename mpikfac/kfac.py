@@ -27,7 +27,7 @@ from mpikfac.model import (
     check_optimizer,
     check_plain,
     check_synchronous,
-    is_fully_sharded,
+    fully_sharded,
     report_uncovered,
 )
 from mpikfac.numerics import LOSSES, Loss, Scaler, check_outputs, without_autocast
@@ -162,7 +162,7 @@ class KFAC(Trainer):
             damping = Damping(damping)
         coverage = coverage or Coverage()
         team = SplitComm.of(comm)
-        usual = SHARDED_OPTIMIZER if is_fully_sharded(model) else None
+        usual = SHARDED_OPTIMIZER if fully_sharded(model) else None
         strategy, of_strategy = strategy_of(usual if strategy is None else strategy)
         check_synchronous(strategy)
         named = of_strategy.pop("preconditioner", "inverse")

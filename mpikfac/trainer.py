@@ -252,7 +252,7 @@ class Trainer:
         if max_norm is not None:
             check_size("max_norm", max_norm)
         if examples is not None:
-            check_weighable(examples, self._strategy)
+            check_weighable(examples, self.built.plan)
         if unknown := self.built.gradients.unknown(members(self.optimizer)):
             check_foreign(unknown, self.model)
         check_momentum(self.optimizer, self._strategy, self._factory.momentum)
@@ -468,7 +468,9 @@ class Trainer:
         dtype, device = common_type([*layers, *uncovered])
         uncovered = [*uncovered, votes or Votes(dtype, device)]
         split = _split_of(self.model, [*layers, *uncovered], self._team.trains.size)
-        sharding = sharding_of(self.model, [*layers, *uncovered], self._team.trains.size)
+        sharding = sharding_of(self.model, [*layers, *uncovered], self._team.trains)
+        if votes is not None and bool(sharding) != bool(self.plan.sharding):
+            raise ValueError("fully_shard must be called before the trainer is created")
         covered = CoveredModel(layers, uncovered, dtype, device, split, sharding)
         plan = factory.plan(covered, strategy, self.optimizer, self._team)
         check_owned(self.optimizer, [*layers, *uncovered], plan.strategy)

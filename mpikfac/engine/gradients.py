@@ -14,7 +14,7 @@ from mpikfac.engine.shards import ShardReader
 from mpikfac.engine.site import Site
 from mpikfac.layers import SKIP, Counts, Hook, Layer, Other, Statistic, Trained, Votes
 from mpikfac.numerics import Arena, copy_all, not_finite
-from mpikfac.plan import RankPlan, Strategy, check_count, names, stages
+from mpikfac.plan import Plan, RankPlan, check_count, names, stages
 
 
 def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
@@ -65,16 +65,16 @@ class Gradients:
         self.sender = site.sender(names.REDUCE_GRADIENTS, self.arena, messages, 0, means)
         self.statistics = [block for block in uncovered if isinstance(block, Statistic)]
         self.counts = Counts(self.statistics if self.sender.in_parts else [])
-        self.reader = self._reader_of_model()
+        self.reader = self._reader_of(model)
         # Weak, as above: the model would keep the arena of a trainer that is gone.
         self._hooks = [model.register_load_state_dict_post_hook(Hook(self._on_load, ref(self)))]
         finalize(self, remove, self._hooks)
         self.keep()
 
-    def _reader_of_model(self) -> Reader:
+    def _reader_of(self, model: nn.Module) -> Reader:
         """Return the reader for the sender, or for a model of which the rank holds shards."""
         if self.plan.sharding:
-            return ShardReader(self.slots, self.sender, self.site, self.blocks)
+            return ShardReader(self.slots, self.sender, self.site, self.blocks, model)
         return (EarlyReader if self.sender.early else Reader)(self.slots, self.sender)
 
     def detach(self) -> None:
@@ -95,6 +95,7 @@ class Gradients:
         Raises:
             ValueError: a parameter was converted or moved.
         """
+        self.reader.begin_step()
         changed = self.trained.changed()
         if changed:
             self.trained.leave_changed()
@@ -279,7 +280,7 @@ class Gradients:
         return {name: p for name, p in model.named_parameters() if id(p) in stepped}
 
 
-def check_weighable(examples: int, strategy: Strategy) -> None:
+def check_weighable(examples: int, plan: Plan) -> None:
     """Check that ranks can weight gradients before the reduction.
 
     Raises:
@@ -287,7 +288,12 @@ def check_weighable(examples: int, strategy: Strategy) -> None:
             are sent before the weight is known.
     """
     check_count("examples", examples, 0)
-    transport, sync = strategy.transport, strategy.sync
+    transport, sync = plan.strategy.transport, plan.strategy.sync
+    if plan.sharding:
+        raise ValueError(
+            f"examples={examples} needs whole gradients on every rank: fully_shard has averaged "
+            f"them with equal weights; use batches of equal size"
+        )
     if sync.local_steps:
         raise ValueError(
             f"examples={examples} needs sync='synchronous', not {sync.name!r}: ranks do not "

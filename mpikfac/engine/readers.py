@@ -46,6 +46,9 @@ class Reader:
     def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
         self.slots, self.sender = list(slots), sender
 
+    def begin_step(self) -> None:
+        """Prepare the model for a step."""
+
     def read(self) -> None:
         """Copy the gradients of all blocks into the arena.
 

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpikfac.comm import Sender
 from mpikfac.engine.readers import Block, Reader, Slot
 from mpikfac.engine.site import Site
 from mpikfac.layers import Layer
+from mpikfac.model import fully_sharded
 from mpikfac.numerics import Copies, copy_all, local
 from mpikfac.plan import Message, ShardedParameter, sharding
 
@@ -43,9 +44,15 @@ class ShardReader(Reader):
     """Move gradients and directions between the shards of all ranks and the owners of layers."""
 
     def __init__(
-        self, slots: Sequence[Slot], sender: Sender, site: Site, blocks: Sequence[Block]
+        self,
+        slots: Sequence[Slot],
+        sender: Sender,
+        site: Site,
+        blocks: Sequence[Block],
+        model: nn.Module,
     ) -> None:
         super().__init__([slot for slot in slots if not slot.block.parameters], sender)
+        self._modules = fully_sharded(model)
         self._site, self._rank, owners = site, site.plan.rank, site.plan.updaters
         self._to_owners = sharding.gather_gradients(site.plan)
         self._to_shards = sharding.scatter_directions(site.plan)
@@ -71,6 +78,11 @@ class ShardReader(Reader):
         like = sender.arena.flat
         self._norms = {id(each.parameter): like.new_zeros(len(self._ranks)) for each in self._owned}
         self._directions: dict[int, Tensor] = {}  # of the step, by the parameter's id
+
+    def begin_step(self) -> None:
+        """Return to shards: after a pass without a backward pass, the model has whole weights."""
+        for module in self._modules:
+            module.reshard()
 
     # -- gradients to owners ---------------------------------------------------------------------
 

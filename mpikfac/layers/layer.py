@@ -107,8 +107,7 @@ class Layer:
         self.parameters: list[Tensor] = trained
         self.bias = trained[-1] is tensors[1]
         self.bias_alone = self.bias and len(trained) == 1
-        of_module = _places(module)
-        self._places = [of_module[id(parameter)] for parameter in trained]
+        self._places = [place_of(module, parameter) for parameter in trained]
         self.shape = self.whole_shape()
 
     def __repr__(self) -> str:
@@ -376,13 +375,14 @@ class Layer:
         return [getattr(module, name) for module, name in self._places]
 
 
-def _places(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:
-    """Return the module and the name of every parameter inside `module`, by `id`."""
-    return {
-        id(parameter): (part, name)
+def place_of(module: nn.Module, parameter: Tensor) -> tuple[nn.Module, str]:
+    """Return the module, inside `module`, that has a parameter, and the parameter's name there."""
+    return next(
+        (part, name)
         for part in module.modules()
-        for name, parameter in part.named_parameters(recurse=False)
-    }
+        for name, own in part.named_parameters(recurse=False)
+        if own is parameter
+    )
 
 
 def _without_values(parameter: Tensor) -> Tensor:

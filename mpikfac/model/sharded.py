@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpikfac.comm import Comm
 from mpikfac.layers import Layer, Other
 from mpikfac.numerics import is_sharded, local
 from mpikfac.plan import ShardedParameter, Sharding
@@ -16,24 +17,26 @@ FSDP1, FSDP2 = "FullyShardedDataParallel", "FSDPModule"
 PLAIN = "use the plain model, which `mpirun` or `mpikfac launch` replicates, or fully_shard"
 
 
-def is_fully_sharded(model: nn.Module) -> bool:
-    """Return whether `fully_shard` shards a module of the model."""
-    return any(_is_a(module, FSDP2) for module in model.modules())
+def fully_sharded(model: nn.Module) -> list[Any]:
+    """Return the modules that `fully_shard` has sharded."""
+    return [module for module in model.modules() if _is_a(module, FSDP2)]
 
 
-def sharding_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> Sharding:
+def sharding_of(model: nn.Module, blocks: Sequence[Layer | Other], comm: Comm) -> Sharding:
     """Return the shards of all trained parameters, in the order of the blocks.
 
     Raises:
         ValueError: shards are not rows, the shards of all ranks are not a whole, or some parameters
             are not sharded.
     """
-    if not is_fully_sharded(model):
+    if not fully_sharded(model):
         return Sharding()
+    for module in fully_sharded(model):
+        _check_factor(module)
     for name, parameter in model.named_parameters():
-        _check_placed(name, parameter, ranks)
+        _check_placed(name, parameter, comm)
     trained = [(block.name, p) for block in blocks for p in block.parameters]
-    return Sharding(tuple(ShardedParameter(name, elements_of(p, ranks)) for name, p in trained))
+    return Sharding(tuple(ShardedParameter(name, elements_of(p, comm.size)) for name, p in trained))
 
 
 def elements_of(parameter: Tensor, ranks: int) -> tuple[int, ...]:
@@ -53,15 +56,15 @@ def check_wrappers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if _is_a(module, FSDP1):
             raise ValueError(f"{name or 'the model'} is wrapped in {FSDP1}; {PLAIN}")
-    fully_sharded = is_fully_sharded(model)
+    by_torch = bool(fully_sharded(model))
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise ValueError(f"{name} is partitioned by DeepSpeed's ZeRO-3; {PLAIN}")
-        if is_sharded(parameter) and not fully_sharded:
+        if is_sharded(parameter) and not by_torch:
             raise ValueError(f"{name} is a DTensor that fully_shard has not created; {PLAIN}")
 
 
-def _check_placed(name: str, parameter: Any, ranks: int) -> None:
+def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
     """Check that the ranks of the trainer hold the rows of a parameter in their order.
 
     Raises:
@@ -83,12 +86,13 @@ def _check_placed(name: str, parameter: Any, ranks: int) -> None:
             f"and shard_placement_fn are not supported"
         )
     members = mesh.mesh.tolist()
-    if len(members) != ranks or members != sorted(members):
+    if (len(members), mesh.get_local_rank()) != (comm.size, comm.rank):
         raise ValueError(
-            f"{name} is sharded over the processes {members}, but K-FAC runs on {ranks} ranks; "
-            f"pass comm=mpikfac.over(mesh.get_group()), with the processes in ascending order"
+            f"{name} is sharded over the processes {members}, but K-FAC runs on {comm.size} ranks, "
+            f"of which this is rank {comm.rank}; pass comm=mpikfac.over(mesh.get_group()), with "
+            f"the processes of the mesh in ascending order"
         )
-    elements = elements_of(parameter, ranks)[mesh.get_local_rank()]
+    elements = elements_of(parameter, comm.size)[comm.rank]
     if local(parameter).numel() != elements:
         raise ValueError(
             f"{name} has {local(parameter).numel()} elements on this rank, not {elements}, as by "
@@ -99,6 +103,21 @@ def _check_placed(name: str, parameter: Any, ranks: int) -> None:
             f"{name} is on {parameter.device}, but its mesh is on {mesh.device_type}: CPU offload "
             f"is not supported"
         )
+
+
+def _check_factor(module: Any) -> None:
+    """Check that gradients of a module become means over ranks.
+
+    Raises:
+        ValueError: the program has set another divisor.
+    """
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    for group in getattr(state, "_fsdp_param_groups", ()):
+        if (factor := getattr(group, "gradient_divide_factor", None)) is not None:
+            raise ValueError(
+                f"set_gradient_divide_factor({factor:g}) must not be called: K-FAC needs the mean "
+                f"of the ranks' gradients, which is the default"
+            )
 
 
 def _is_a(module: nn.Module, name: str) -> bool:

@@ -210,7 +210,7 @@ def plan_for(
     _check_layers(layers, ranks, strategy, forms)
     split, sharding = split or Split(), sharding or Sharding()
     of_split = {"tp_size": split.tp_plan.tp_size, "handed_on": bool(layers and split.handed_on)}
-    choices = Choices(strategy, {**of_split, "sharded": bool(sharding)})
+    choices = Choices(strategy, {**of_split, "fully_shard": bool(sharding)})
     check(SPLIT + SHARDED, choices)
     of_layers = _forms_of(layers, forms)
     layers = [_with_factors(layer, of_layers[layer.name]) for layer in layers]

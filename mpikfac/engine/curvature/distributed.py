@@ -405,7 +405,7 @@ class PreconditionerFactory(MethodFactory):
             **self.settings.described(),
             **{"ranks": ranks, "grad_workers": strategy.assignment.workers(ranks)},
             "preconditioner": run.form.name,
-            "sharded": bool(model.sharding),
+            "fully_shard": bool(model.sharding),
         }
         needs = [need for form in forms for need in form.needs]
         check_layers(

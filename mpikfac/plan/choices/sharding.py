@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpikfac.plan.choices.combinations import Combination
+from mpikfac.plan.choices.combinations import Combination, OneOf
 
 
 @dataclass(frozen=True)
@@ -43,33 +43,33 @@ class Sharding:
 
 SHARDED: tuple[Combination, ...] = (
     Combination(
-        "sharded",
+        "fully_shard",
         (True,),
         {"assignment.shard_optimizer": True, "assignment.colocate_factors": True},
         "the owner of a layer receives its gradient from all shards, and sends its direction back",
     ),
     Combination(
-        "sharded",
+        "fully_shard",
         (True,),
         {"transport.overlap": False, "transport.ranks_per_node": None, "refresh.servers": 0},
         "shards are sent to owners by one message after the backward pass",
     ),
     Combination(
-        "sharded",
+        "fully_shard",
         (True,),
         {"compression.gradients": None},
         "fully_shard has averaged the gradients",
     ),
     Combination(
-        "sharded",
+        "fully_shard",
         (True,),
         {"tp_size": 1},
         "split layers have whole slices of weights on their ranks",
     ),
     Combination(
-        "sharded",
+        "fully_shard",
         (True,),
-        {"fisher_type": "empirical"},
+        {"fisher_type": OneOf(("empirical", "forward-only"))},
         "fully_shard reduces the gradients of one backward pass, that of the loss",
     ),
 )
