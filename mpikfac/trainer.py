@@ -37,6 +37,7 @@ from mpikfac.errors import RanksDifferError
 from mpikfac.layers import Layer, Other, Votes, leave_model, take_model
 from mpikfac.model import (
     Descent,
+    Joined,
     StepGuard,
     check_equal,
     check_foreign,
@@ -603,7 +604,7 @@ class Trainer:
         """
         built, optimizer = self.built, self.optimizer
         with together(built.grid.world, "loading state", untrusted=True):
-            state = built.exchange.of_rank(state)
+            state = Joined(built.exchange.of_rank(state))
             items = needed_state(self.model, optimizer, built.stepped, state)
             descends = isinstance(optimizer, Descent)
             momentum = self._factory.momentum

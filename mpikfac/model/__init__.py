@@ -26,6 +26,7 @@ from mpikfac.model.equality import Writes as Writes
 from mpikfac.model.equality import check_equal as check_equal
 from mpikfac.model.equality import check_written as check_written
 from mpikfac.model.equality import checksums as checksums
+from mpikfac.model.rows import Joined as Joined
 from mpikfac.model.sharded import check_wrappers as check_wrappers
 from mpikfac.model.sharded import fully_sharded as fully_sharded
 from mpikfac.model.sharded import sharding_of as sharding_of

@@ -148,7 +148,7 @@ def trained(make, shard, steps=4, *, begin=None, loss=None, comm=None, **setting
     model = make()
     if shard is not None:
         shard(model)
-    begin = begin or (lambda model, **s: mpikfac.KFACOptimizer(model, 0.01, **s))
+    begin = begin or usual
     settings = {"strategy": SHARDED} | INTERVALS | settings
     optimizer = begin(model, comm=comm or mpikfac.over(), **settings)
     for step in range(steps):
@@ -157,6 +157,11 @@ def trained(make, shard, steps=4, *, begin=None, loss=None, comm=None, **setting
         (loss or ordinary)(model, inputs, labels)
         optimizer.step()
     return state_of(model), optimizer.trainer
+
+
+def usual(model, **settings):
+    plain = isinstance(settings.get("grafting"), NoGrafting)
+    return mpikfac.KFACOptimizer(model, 0.01, momentum=0.0 if plain else None, **settings)
 
 
 def ordinary(model, inputs, labels):
@@ -202,3 +207,194 @@ def test_a_sharded_model_trains_like_a_whole_one(case):
 def test_ranks_of_mpi_train_a_sharded_model(comm):
     """Oracle: the same over the process group, in bits on two ranks."""
     check_same(trained(images, by_layer, comm=comm)[0], trained(images, by_layer)[0])
+
+
+# -- what a step sends ---------------------------------------------------------------------------
+
+
+def test_a_step_sends_the_bytes_of_the_plan_by_two_exchanges(comm, monkeypatch):
+    """Oracle: the plan, and by hand: the numbers of rows, and one more per parameter and rank."""
+    trace = Trace()
+    _, kfac = trained(images, by_layer, comm=comm, trace=trace)
+    rank = comm.rank
+    planned = [m for step in range(4) for m in kfac.plan.messages(rank, True, step % 2 == 0, False)]
+    for stage in {*trace.sent, *(m.stage for m in planned)}:
+        assert trace.sent[stage] == sum(m.bytes for m in planned if m.stage == stage), stage
+    if RANKS == 1:
+        return
+    shards = [p.to_local().numel() + 1 for p in kfac.model.parameters()]
+    assert trace.sent["gather gradients"] == 4 * 8 * sum(shards)
+    calls = Counter(m.primitive for m in kfac.plan.messages(rank, True, True, False))
+    assert calls == {"Alltoallv": 2, "Allreduce": 1, "Reduce_scatter": 1}
+    assert trace.calls["gather gradients"] == trace.calls["scatter directions"] == 4
+
+
+# -- methods and batches -------------------------------------------------------------------------
+
+
+SETTINGS = {
+    "no grafting": {"grafting": NoGrafting(), "clip": KLClip(kl_clip=1e-3)},
+    "max_norm": {"max_norm": 0.01, "grafting": AdamGrafting(max_trust_ratio=math.inf)},
+    "rows": {"grafting": AdamGrafting(normalize_rows=True, max_trust_ratio=math.inf)},
+    "eigen, late": {
+        "preconditioner": "eigen",
+        "strategy": "deferred-sharded",
+        "grafting": NoGrafting(),
+    },
+    "all ranks average factors": {
+        "strategy": Strategy(MemOpt(shard_optimizer=True)),
+        "grafting": NoGrafting(),
+    },
+    "forward-only": {"estimator": Estimator(fisher_type="forward-only"), "grafting": NoGrafting()},
+    "skip": {"coverage": Coverage(skip=["0", "7"]), "grafting": NoGrafting()},
+    "soap": {"preconditioner": "soap"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_have_the_same_effect(name):
+    """Oracle: whole weights, in bits on two ranks; limits of lengths round the norms of weights."""
+    settings = SETTINGS[name]
+    bits = RANKS <= 2 and name not in ("max_norm", "soap")
+    found, expected = (trained(images, shard, **settings)[0] for shard in (by_layer, None))
+    check_same(found, expected, bits)
+
+
+@pytest.mark.parametrize(
+    "kind", [mpikfac.DistributedMuon, mpikfac.DistributedShampoo, mpikfac.DistributedSOAP]
+)
+def test_owners_need_no_factors_of_statistics(kind):
+    """Oracle: whole weights."""
+
+    def begin(model, **settings):
+        settings.pop("strategy")
+        return kind(model, 0.01, **settings | {"inv_update_steps": 2})
+
+    found, expected = (trained(images, shard, begin=begin)[0] for shard in (by_layer, None))
+    check_same(found, expected, bits=False)
+
+
+def test_other_optimizers_step_the_shards():
+    """Oracle: whole weights, with AdamW's state of every parameter."""
+
+    def begin(model, **settings):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+        settings.setdefault("grafting", NoGrafting())
+        return mpikfac.Optimizer(mpikfac.KFAC(model, optimizer, **settings))
+
+    found, expected = (trained(images, shard, begin=begin)[0] for shard in (by_layer, None))
+    check_same(found, expected)
+
+
+def in_parts(model, inputs, labels):
+    """Accumulate the gradients of two halves of a batch, and reduce them once."""
+    halves = [*zip(inputs.chunk(2), labels.chunk(2))]
+    for number, half in enumerate(halves):
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(number == len(halves) - 1)
+        (F.cross_entropy(model(half[0]), half[1]) / 2).backward()
+
+
+def evaluated(model, inputs, labels):
+    """Evaluate the model after the backward pass, which leaves it with whole weights."""
+    ordinary(model, inputs, labels)
+    with torch.no_grad():
+        model.eval()(inputs)
+    model.train()
+
+
+LOSSES = {"in parts": in_parts, "evaluated": evaluated}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("shard", [by_root, by_layer])
+def test_passes_of_a_program_have_the_same_effect(name, shard):
+    """Oracle: whole weights, in bits on two ranks."""
+    settings = {"loss": LOSSES[name], "grafting": NoGrafting(), "preconditioner": "eigen"}
+    check_same(trained(images, shard, **settings)[0], trained(images, None, **settings)[0])
+
+
+class Branches(nn.Module):
+    """Two layers, of which a batch uses one, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.frozen = (nn.Linear(128, 5) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        layer = self.first if self.calls < 3 else self.second
+        return layer(x.flatten(1)) + self.frozen(x.flatten(1))
+
+
+def branches():
+    torch.manual_seed(5)
+    return Branches().double()
+
+
+@pytest.mark.parametrize("shard", [by_root, by_layer])
+def test_a_layer_without_gradient_and_a_frozen_one(shard):
+    """Oracle: whole weights."""
+    check_same(trained(branches, shard)[0], trained(branches, None)[0], bits=False)
+
+
+def test_a_gradient_that_is_not_finite_is_not_stepped():
+    """Oracle: whole weights; the other layers are stepped on all ranks."""
+
+    def spoiled(model, inputs, labels):
+        ordinary(model, inputs, labels)
+        for gradient in [model[7].weight.grad] * (spoiled.steps == 1):
+            gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if distributed.get_rank() == 0:
+                gradient[0] = math.nan
+        spoiled.steps += 1
+
+    states = []
+    for shard in (by_layer, None):
+        spoiled.steps = 0
+        states.append(trained(images, shard, loss=spoiled, grafting=NoGrafting())[0])
+    check_same(*states)
+    assert states[0].isfinite().all()
+
+
+def test_a_change_of_the_trained_parameters_is_adopted():
+    """Oracle: whole weights."""
+
+    def freezing(model, inputs, labels):
+        freezing.steps += 1
+        model[5].requires_grad_(freezing.steps != 2)
+        ordinary(model, inputs, labels)
+
+    states = []
+    for shard in (by_layer, None):
+        freezing.steps = 0
+        states.append(trained(images, shard, loss=freezing, grafting=NoGrafting())[0])
+    check_same(*states)
+
+
+def test_passes_in_bfloat16():
+    """Oracle: autocast's rounding cannot be repeated, so the loss falls as in float32."""
+
+    def run(policy):
+        losses = []
+
+        def loss(model, inputs, labels):
+            value = F.cross_entropy(model(inputs.float()).float(), labels)
+            value.backward()
+            assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
+            losses.append(value.item())
+
+        def shard(model):
+            for layer in model.float().children():
+                if any(True for _ in layer.parameters()):
+                    fully_shard(layer, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+
+        _, kfac = trained(single, shard, 8, loss=loss)
+        assert kfac.layers and not kfac.nonfinite.counts if hasattr(kfac.nonfinite, "counts") else 1
+        return torch.tensor(losses)
+
+    rounded = run(MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    torch.testing.assert_close(rounded, run(MixedPrecisionPolicy()), rtol=0.05, atol=0.02)
