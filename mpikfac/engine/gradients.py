@@ -276,7 +276,7 @@ class Gradients:
 
     def stepped(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters that the rank's optimizer steps, by name."""
-        stepped = {id(p) for slot in self.slots if slot.steps for p in slot.block.parameters}
+        stepped = {id(parameter) for parameter in self.reader.stepped}
         return {name: p for name, p in model.named_parameters() if id(p) in stepped}
 
 

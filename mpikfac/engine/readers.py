@@ -46,6 +46,11 @@ class Reader:
     def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
         self.slots, self.sender = list(slots), sender
 
+    @property
+    def stepped(self) -> list[Tensor]:
+        """The parameters that the rank's optimizer steps."""
+        return [p for slot in self.slots if slot.steps for p in slot.block.parameters]
+
     def begin_step(self) -> None:
         """Prepare the model for a step."""
 

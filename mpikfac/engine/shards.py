@@ -79,6 +79,11 @@ class ShardReader(Reader):
         self._norms = {id(each.parameter): like.new_zeros(len(self._ranks)) for each in self._owned}
         self._directions: dict[int, Tensor] = {}  # of the step, by the parameter's id
 
+    @property
+    def stepped(self) -> list[Tensor]:
+        """All parameters: the rank's optimizer steps its shards."""
+        return [each.parameter for each in self._held]
+
     def begin_step(self) -> None:
         """Return to shards: after a pass without a backward pass, the model has whole weights."""
         for module in self._modules:

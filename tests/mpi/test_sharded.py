@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import mpikfac
 from mpikfac import AdamGrafting, Coverage, Estimator, KLClip, MemOpt, NoGrafting, Strategy
+from mpikfac.model import Joined
 from mpikfac.trace import Trace
 from support import problem
 
@@ -398,3 +400,96 @@ def test_passes_in_bfloat16():
 
     rounded = run(MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     torch.testing.assert_close(rounded, run(MixedPrecisionPolicy()), rtol=0.05, atol=0.02)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+def momentum(model, **settings):
+    """Return K-FAC with the momentum of SGD, whose state is sharded."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    settings["grafting"] = NoGrafting()
+    return mpikfac.Optimizer(mpikfac.KFAC(model, optimizer, **settings))
+
+
+def steps(optimizer, comm, numbers):
+    """Take steps with the same batches on any number of ranks, and return the weights."""
+    model = optimizer.trainer.model
+    for step in numbers:
+        inputs, labels = problem.shards(step, comm.size)[comm.rank]
+        optimizer.zero_grad()
+        ordinary(model, inputs, labels)
+        optimizer.step()
+    return model
+
+
+def begun(shard, begin, comm):
+    """Return a new optimizer, with other weights than the saved ones."""
+    model = images()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    if shard is not None:
+        shard(model)
+    return begin(model, comm=comm, strategy=SHARDED, **INTERVALS)
+
+
+@pytest.mark.parametrize("begin", [usual, momentum])
+@pytest.mark.parametrize("shard", [by_layer, None])
+def test_a_checkpoint_resumes_with_shards_and_without(comm, shard, begin, tmp_path_factory):
+    """Oracle: the run that was not interrupted, whose checkpoint is that of shards or of others."""
+    root = comm.bcast(tmp_path_factory.mktemp("sharded") if comm.rank == 0 else None)
+    group, other = mpikfac.over(), None if shard else by_layer
+    saved = begun(shard, begin, group)
+    steps(saved, group, range(3))
+    path = mpikfac.save_checkpoint(comm, root, saved.trainer.state_dict(), 3)
+    expected = state_of(steps(saved, group, range(3, 6)))
+    for loaded in (begun(shard, begin, group), begun(other, begin, group)):
+        loaded.trainer.load_state_dict(mpikfac.load_checkpoint(comm, path))
+        check_same(state_of(steps(loaded, group, range(3, 6))), expected, bits=False)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_checkpoint_of_all_ranks_is_loaded_by_fewer(comm, sharded, tmp_path_factory):
+    """Oracle: the weights and the momenta of the checkpoint, whichever rows the ranks have."""
+    root = comm.bcast(tmp_path_factory.mktemp("sharded") if comm.rank == 0 else None)
+    saved = begun(by_layer, momentum, mpikfac.over())
+    steps(saved, mpikfac.over(), range(2))
+    path = mpikfac.save_checkpoint(comm, root, saved.trainer.state_dict(), 2)
+    expected = everything(saved.trainer, comm)
+    fewer = max(1, RANKS - 1)
+    mesh = distributed.DeviceMesh("cpu", [*range(fewer)])
+    if comm.rank >= fewer:
+        return
+    group = mpikfac.over(mesh.get_group())
+    shard = partial(fully_shard, mesh=mesh) if sharded else None
+    loaded = begun(shard, momentum, group)
+    loaded.trainer.load_state_dict(mpikfac.load_checkpoint(group, path))
+    found = everything(loaded.trainer, group)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def everything(trainer, comm):
+    """Return the whole tensors of the state of all ranks."""
+    states = comm.allgather({k: v for k, v in trainer.state_dict().items() if torch.is_tensor(v)})
+    joined = Joined({name: value for state in states for name, value in state.items()})
+    return {name: joined[name].clone() for name in joined}
+
+
+def test_the_state_dict_of_the_optimizer_is_the_ranks_own(comm):
+    """Oracle: the run that was not interrupted."""
+    group = mpikfac.over()
+    saved = begun(by_layer, momentum, group)
+    steps(saved, group, range(3))
+    model, state = saved.trainer.model.state_dict(), saved.state_dict()
+    model, state = ({k: _copy(v) for k, v in one.items()} for one in (model, state))
+    expected = state_of(steps(saved, group, range(3, 5)))
+    loaded = begun(by_layer, momentum, group)
+    loaded.trainer.model.load_state_dict(model)
+    loaded.load_state_dict(state)
+    check_same(state_of(steps(loaded, group, range(3, 5))), expected)
+
+
+def _copy(value):
+    return value.clone() if torch.is_tensor(value) else value
