@@ -27,7 +27,7 @@ def rows_of(tensor: Any) -> tuple[int, int]:
 
 
 def in_rows(name: str, tensor: Any) -> str:
-    """Return the name of the item with this rank's rows of a tensor; `name` if it is not sharded."""
+    """Return the name of the item with this rank's rows of a tensor, or with a whole tensor."""
     return "{}[{}:{}]".format(name, *rows_of(tensor)) if is_sharded(tensor) else name
 
 

@@ -116,13 +116,11 @@ def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, An
     for key in (key for key in state if key.startswith(OF_OPTIMIZER_STATE)):
         name, _, kind = key.removeprefix(OF_OPTIMIZER_STATE).rpartition("/")
         if name in stepped:
-            parameter = stepped[name]
-            if kind in AS_PARAMETER:
-                key, like = in_rows(key, parameter), local(parameter)
-            else:
-                like = state[key]
-            items |= fitting(state, {key: like}, rounded=True)
-            if isinstance(items[key], str):
+            shaped = kind in AS_PARAMETER
+            item = in_rows(key, stepped[name]) if shaped else key
+            like = local(stepped[name]) if shaped else state[key]
+            items |= fitting(state, {item: like}, rounded=True)
+            if isinstance(items[item], str):
                 raise ValueError(f"item {key!r} must be a tensor or a number; it is a str")
     return items
 
