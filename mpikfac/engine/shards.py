@@ -66,17 +66,22 @@ class ShardReader(Reader):
             for each in self._held
             if owners[each.block.name] == self._rank
         ]
+        of_replicas = site.plan.sharding.sends
         self._ranks = range(len(planned[0].elements))
+        self._sources = [rank for rank in self._ranks if of_replicas(rank, self._rank)]
+        self._sent = [x for x in self._held if of_replicas(self._rank, owners[x.block.name])]
         self._sizes = [n for each in self._held for n in (each.planned.elements[self._rank], 1)]
         self._sizes_owned = [
             n
-            for rank in self._ranks
+            for rank in self._sources
             for each in self._owned
             for n in (each.planned.elements[rank], 1)
         ]
         # The norms of all ranks' shards of a weight, at addresses that never change.
         like = sender.arena.flat
-        self._norms = {id(each.parameter): like.new_zeros(len(self._ranks)) for each in self._owned}
+        self._norms = {
+            id(each.parameter): like.new_zeros(len(self._sources)) for each in self._owned
+        }
         self._directions: dict[int, Tensor] = {}  # of the step, by the parameter's id
 
     @property
@@ -103,8 +108,8 @@ class ShardReader(Reader):
         Collective over: world.
         """
         like, sent = self.sender.arena.flat, list[Tensor]()
-        weights = [local(each.parameter) for each in self._held]
-        for weight, norm, each in zip(weights, torch._foreach_norm(weights), self._held):
+        weights = [local(each.parameter) for each in self._sent]
+        for weight, norm, each in zip(weights, torch._foreach_norm(weights), self._sent):
             gradient = each.parameter.grad
             rows = weight.new_zeros(weight.shape) if gradient is None else local(gradient)
             sent += [rows.flatten().to(like.dtype), norm.to(like.dtype).view(1)]
@@ -117,7 +122,7 @@ class ShardReader(Reader):
         copy_all(copies)
 
     def _by_parameter(self, pieces: Sequence[Tensor]) -> tuple[list[list[Tensor]], ...]:
-        """Return the rows and the numbers of all ranks, for each of the rank's own parameters."""
+        """Return all shards' rows and their numbers, for each of the rank's own parameters."""
         count = 2 * len(self._owned)
         rows = [list(pieces[place::count]) for place in range(0, count, 2)]
         return rows, [list(pieces[place::count]) for place in range(1, count, 2)]
@@ -160,14 +165,17 @@ class ShardReader(Reader):
 
     def _for_rank(self, rank: int) -> Iterator[Tensor]:
         """Yield the rank's rows of each of this rank's directions, with whether to step them."""
-        like = self.sender.arena.flat
+        like, shards = self.sender.arena.flat, self._site.plan.sharding.shards
         for each in self._owned:
             elements = each.planned.elements
             direction = self._directions.get(id(each.parameter))
             if direction is None:
                 yield from (like.new_zeros(elements[rank]), like.new_zeros(1))
             else:
-                yield from (direction.flatten().split(elements)[rank], like.new_ones(1))
+                yield from (
+                    direction.flatten().split(elements[:shards])[rank % shards],
+                    like.new_ones(1),
+                )
 
     def _passed(
         self, messages: Sequence[Message], sent: list[Tensor], sizes: list[int]

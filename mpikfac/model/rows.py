@@ -21,8 +21,10 @@ ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")
 
 def rows_of(tensor: Any) -> tuple[int, int]:
     """Return the first and last (exclusive) row of a sharded tensor that this rank holds."""
-    each = -(-len(tensor) // tensor.device_mesh.size())
-    start = min(each * tensor.device_mesh.get_local_rank(), len(tensor))
+    mesh = tensor.device_mesh
+    of_shards = mesh.ndim - 1  # before it, there can be a dimension of replicas
+    each = -(-len(tensor) // mesh.size(of_shards))
+    start = min(each * mesh.get_local_rank(of_shards), len(tensor))
     return start, start + len(local(tensor))
 
 

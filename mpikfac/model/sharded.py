@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import distributed, nn
 
 from mpikfac.comm import Comm
 from mpikfac.layers import Layer, Other
@@ -35,15 +35,23 @@ def sharding_of(model: nn.Module, blocks: Sequence[Layer | Other], comm: Comm) -
         _check_factor(module)
     for name, parameter in model.named_parameters():
         _check_placed(name, parameter, comm)
-    trained = [(block.name, p) for block in blocks for p in block.parameters]
-    return Sharding(tuple(ShardedParameter(name, elements_of(p, comm.size)) for name, p in trained))
+    trained = [(block.name, parameter) for block in blocks for parameter in block.parameters]
+    planned = tuple(ShardedParameter(name, elements_of(p)) for name, p in trained)
+    return Sharding(planned, shards_of(trained[0][1]))
 
 
-def elements_of(parameter: Tensor, ranks: int) -> tuple[int, ...]:
+def shards_of(parameter: Any) -> int:
+    """Return the number of shards: the size of the last dimension of the mesh."""
+    mesh = parameter.device_mesh
+    return int(mesh.size(mesh.ndim - 1))
+
+
+def elements_of(parameter: Any) -> tuple[int, ...]:
     """Return the number of elements of every rank's shard: rows are distributed as by `chunk`."""
-    chunks = torch.empty(parameter.shape, device="meta").chunk(ranks)
+    shards = shards_of(parameter)
+    chunks = torch.empty(parameter.shape, device="meta").chunk(shards)
     counts = [chunk.numel() for chunk in chunks]
-    return (*counts, *[0] * (ranks - len(counts)))
+    return (*counts, *[0] * (shards - len(counts))) * (parameter.device_mesh.size() // shards)
 
 
 def check_wrappers(model: nn.Module) -> None:
@@ -79,20 +87,20 @@ def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
             )
         return
     mesh, placements = parameter.device_mesh, [str(each) for each in parameter.placements]
-    if mesh.ndim != 1 or placements != ["S(0)"]:
+    if placements not in (["S(0)"], ["R", "S(0)"]):
         raise ValueError(
             f"{name} has the placements {', '.join(placements)} on a mesh {tuple(mesh.shape)}; "
-            f"K-FAC needs rows as shards, on a mesh with one dimension: HSDP, tensor parallelism "
-            f"and shard_placement_fn are not supported"
+            f"K-FAC needs rows as shards, or replicas of these: tensor parallelism and "
+            f"shard_placement_fn are not supported"
         )
-    members = mesh.mesh.tolist()
-    if (len(members), mesh.get_local_rank()) != (comm.size, comm.rank):
+    members = mesh.mesh.flatten().tolist()
+    if (len(members), members.index(distributed.get_rank())) != (comm.size, comm.rank):
         raise ValueError(
             f"{name} is sharded over the processes {members}, but K-FAC runs on {comm.size} ranks, "
             f"of which this is rank {comm.rank}; pass comm=mpikfac.over(mesh.get_group()), with "
             f"the processes of the mesh in ascending order"
         )
-    elements = elements_of(parameter, comm.size)[comm.rank]
+    elements = elements_of(parameter)[comm.rank]
     if local(parameter).numel() != elements:
         raise ValueError(
             f"{name} has {local(parameter).numel()} elements on this rank, not {elements}, as by "

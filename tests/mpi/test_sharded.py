@@ -59,8 +59,9 @@ def whole(tensor):
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    shards = [None] * RANKS
-    distributed.all_gather_object(shards, tensor.to_local().clone())
+    mesh = tensor.device_mesh
+    shards = [None] * mesh.size(mesh.ndim - 1)
+    distributed.all_gather_object(shards, tensor.to_local().clone(), mesh.get_group(mesh.ndim - 1))
     return torch.cat(shards).view(tensor.shape)
 
 
@@ -184,6 +185,17 @@ def check_same(found, expected, bits=RANKS <= 2):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def in_replicas(model):
+    """Shard each layer over half of the ranks, or over one of them, with replicas of the shards."""
+    shards = RANKS // 2 if RANKS % 2 == 0 else 1
+    names = ("replicas", "shards")
+    mesh = distributed.init_device_mesh("cpu", (RANKS // shards, shards), mesh_dim_names=names)
+    for layer in model.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 CASES = {
     "images, root": (images, by_root),
     "images, layers": (images, by_layer),
@@ -191,6 +203,7 @@ CASES = {
     "one tensor": (single, by_root),
     "transposed and shared": (transposed, by_root),
     "attention": (words, by_root),
+    "replicas of shards": (images, in_replicas),
 }
 
 
@@ -435,7 +448,7 @@ def begun(shard, begin, comm):
 
 
 @pytest.mark.parametrize("begin", [usual, momentum])
-@pytest.mark.parametrize("shard", [by_layer, None])
+@pytest.mark.parametrize("shard", [by_layer, None, in_replicas])
 def test_a_checkpoint_resumes_with_shards_and_without(comm, shard, begin, tmp_path_factory):
     """Oracle: the run that was not interrupted, whose checkpoint is that of shards or of others."""
     root = comm.bcast(tmp_path_factory.mktemp("sharded") if comm.rank == 0 else None)

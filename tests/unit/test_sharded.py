@@ -62,11 +62,6 @@ def by_columns(mesh):
     return placed(mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
 
 
-def two_dimensional(_mesh):
-    """Return a model in HSDP, with a mesh of replicas and shards."""
-    return placed(distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("copies", "rows")))
-
-
 def unsharded(mesh):
     """Return a model in FSDP2 that has whole weights after a pass without gradients."""
     model = placed(mesh)
@@ -87,7 +82,6 @@ SHARDED = {
     "FSDP2, a layer": (by_layer, "1.weight is whole, but .*: call fully_shard"),
     "FSDP2, whole weights": (unsharded, "0.weight is whole, .*; .* call model.reshard"),
     "FSDP2, columns": (by_columns, "0.weight has the placements S(1) on .*; K-FAC needs rows"),
-    "HSDP": (two_dimensional, "0.weight has the placements R, S(0) on a mesh (1, 1); .*: HSDP"),
     "FSDP2, sums": (divided, "set_gradient_divide_factor(1) must not be called"),
     "FSDP1": (fsdp1, f"the model is wrapped in FullyShardedDataParallel; {PLAIN}"),
     "FSDP1, original parameters": (

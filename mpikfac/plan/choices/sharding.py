@@ -23,22 +23,38 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The trained parameters of a sharded model; none if every rank holds whole parameters."""
+    """The trained parameters of a sharded model; none if every rank holds whole parameters.
+
+    Attributes:
+        shards: the number of shards of each parameter. With several replicas of the shards, each
+            one is held by this many consecutive ranks.
+    """
 
     parameters: tuple[ShardedParameter, ...] = ()
+    shards: int = 1
 
     def __bool__(self) -> bool:
         return bool(self.parameters)
 
-    def counts(self, owners: Mapping[str, int]) -> list[list[int]]:
-        """Return how many numbers every rank has for every owner: its shards, and one per shard.
+    def sends(self, rank: int, owner: int) -> bool:
+        """Return whether a rank sends gradients to an owner, as the ranks of its replica do."""
+        return rank // self.shards == owner // self.shards
+
+    def gathered(self, owners: Mapping[str, int]) -> list[list[int]]:
+        """Return how many numbers every rank sends to every owner: its shards, and one per shard.
 
         Args:
             owners: the rank that computes the direction of every block.
         """
+        by_owner = list(zip(*self.scattered(owners)))
+        ranks = range(len(by_owner))
+        return [[by_owner[r][owner] * self.sends(r, owner) for owner in ranks] for r in ranks]
+
+    def scattered(self, owners: Mapping[str, int]) -> list[list[int]]:
+        """Return how many numbers every owner sends to every rank: shards, and one per shard."""
         ranks = range(len(self.parameters[0].elements))
         of_owner = [[p for p in self.parameters if owners[p.block] == owner] for owner in ranks]
-        return [[sum(p.elements[rank] + 1 for p in own) for own in of_owner] for rank in ranks]
+        return [[sum(p.elements[rank] + 1 for p in own) for rank in ranks] for own in of_owner]
 
 
 SHARDED: tuple[Combination, ...] = (

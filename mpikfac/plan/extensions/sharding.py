@@ -32,7 +32,7 @@ def gather_gradients(rank: RankPlan) -> list[Message]:
     """Return the message that sends shards of averaged gradients to the owners of their layers."""
     if not rank.sharding:
         return []
-    counts = rank.sharding.counts(rank.updaters)
+    counts = rank.sharding.gathered(rank.updaters)
     return rows(names.GATHER_GRADIENTS, counts, rank.itemsizes.numbers, rank.rank)
 
 
@@ -40,5 +40,5 @@ def scatter_directions(rank: RankPlan) -> list[Message]:
     """Return the message that sends directions from owners to the shards."""
     if not rank.sharding:
         return []
-    counts = list(zip(*rank.sharding.counts(rank.updaters)))
+    counts = rank.sharding.scattered(rank.updaters)
     return rows(names.SCATTER_DIRECTIONS, counts, rank.itemsizes.numbers, rank.rank)
