@@ -7,8 +7,8 @@ import pytest
 import mpikfac
 from mpikfac import LayerShape, MemOpt, Strategy
 from mpikfac.plan import ShardedParameter, Sharding, plan_for
-from mpikfac.predict import Job, Level, Machine, Network
 from mpikfac.preconditioners import named_preconditioner
+from mpikfac.predict import Job, Level, Machine, Network
 
 OWNERS = Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True))
 LAYERS = [LayerShape("wide", 6, 5), LayerShape("narrow", 3, 2)]
@@ -86,7 +86,9 @@ def test_a_prediction_has_both_exchanges():
     """Oracle: the stages of the plan; the time of a message of more bytes."""
     small, large = (planned(1, rows, (3, 3)) for rows in [(18, 12), (18, 12000000)])
     job = Job("net", 32, factor_update_steps=2, inv_update_steps=4)
-    times = [mpikfac.predict.simulate(plan, MACHINE, job).ordinary.stages for plan in (small, large)]
+    times = [
+        mpikfac.predict.simulate(plan, MACHINE, job).ordinary.stages for plan in (small, large)
+    ]
     for stage in ("gather gradients", "scatter directions"):
         assert 0 < times[0][stage] < times[1][stage]
 
