@@ -18,7 +18,10 @@ from mpikfac.plan import Plan, RankPlan, check_count, names, stages
 
 
 def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
-    """Return the views in which sums become means; a robust rule's vectors stay undivided."""
+    """Return the views in which sums become means.
+
+    A robust rule's vectors stay undivided, and so do gradients that `fully_shard` has averaged.
+    """
     if plan.strategy.sync.aggregation.sums and not plan.sharding:
         return [arena.flat]
     return [arena[name] for name in plan.means]

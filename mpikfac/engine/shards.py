@@ -91,6 +91,7 @@ class ShardReader(Reader):
 
     def begin_step(self) -> None:
         """Return to shards: after a pass without a backward pass, the model has whole weights."""
+        self._directions.clear()  # of a step that was interrupted
         for module in self._modules:
             module.reshard()
 
