@@ -8,6 +8,7 @@ from typing import Any
 
 import mpikfac.lab  # noqa: F401  its methods count too
 from mpikfac.plan import (
+    SHARDED,
     SPLIT,
     STRATEGY,
     Aggregation,
@@ -70,7 +71,7 @@ def listing() -> str:
     of_preconditioners = [
         need for preconditioner in PRECONDITIONERS.values() for need in preconditioner.form.needs
     ]
-    table = [*STRATEGY, *NEEDS, *of_methods, *SPLIT, *of_preconditioners, *SETTINGS]
+    table = [*STRATEGY, *NEEDS, *of_methods, *SPLIT, *SHARDED, *of_preconditioners, *SETTINGS]
     return HEADING + "".join(_fields()) + NEEDED + "".join(_rows(table))
 
 

@@ -27,6 +27,7 @@ from mpikfac.model import (
     check_optimizer,
     check_plain,
     check_synchronous,
+    fully_sharded,
     report_uncovered,
 )
 from mpikfac.numerics import LOSSES, Loss, Scaler, check_outputs, without_autocast
@@ -46,6 +47,9 @@ from mpikfac.settings import (
 from mpikfac.trace import Trace
 from mpikfac.trainer import Trainer
 
+SHARDED_OPTIMIZER = "sharded-optimizer"
+"""The strategy of a sharded model, by default."""
+
 log = logging.getLogger("mpikfac")
 
 
@@ -63,7 +67,8 @@ class KFAC(Trainer):
             `split_comm` returns; all ranks of the job if None.
         strategy: which ranks compute and send what: a `Strategy`, or a name listed by `mpikfac
             strategies`. A name also sets the preconditioner and the intervals that belong to it,
-            unless you pass others. None: every rank preconditions every layer (COMM-OPT).
+            unless you pass others. None: every rank preconditions every layer (COMM-OPT), or, in a
+            model of `fully_shard`, the layer's owner ("sharded-optimizer").
         damping: a number, a schedule (a function of the step), a `Damping`, or a
             `LevenbergMarquardt`, which `update_damping` adapts. None: `Damping()`, or 0.003 for the
             preconditioner "eva".
@@ -157,7 +162,8 @@ class KFAC(Trainer):
             damping = Damping(damping)
         coverage = coverage or Coverage()
         team = SplitComm.of(comm)
-        strategy, of_strategy = strategy_of(strategy)
+        usual = SHARDED_OPTIMIZER if fully_sharded(model) else None
+        strategy, of_strategy = strategy_of(usual if strategy is None else strategy)
         check_synchronous(strategy)
         named = of_strategy.pop("preconditioner", "inverse")
         preconditioners = preconditioners_by_name(preconditioner or named)

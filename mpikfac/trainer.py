@@ -37,6 +37,7 @@ from mpikfac.errors import RanksDifferError
 from mpikfac.layers import Layer, Other, Votes, leave_model, take_model
 from mpikfac.model import (
     Descent,
+    Joined,
     StepGuard,
     check_equal,
     check_foreign,
@@ -46,7 +47,7 @@ from mpikfac.model import (
     check_owned,
     check_synchronous,
     check_tensors,
-    check_unsharded,
+    check_wrappers,
     check_written,
     checksums,
     common_type,
@@ -60,10 +61,11 @@ from mpikfac.model import (
     missing_state,
     model_state,
     needed_state,
+    sharding_of,
     taking_up,
     unstored_settings,
 )
-from mpikfac.numerics import Scaler, without_autocast
+from mpikfac.numerics import Scaler, is_sharded, without_autocast
 from mpikfac.plan import Plan, Split, Strategy, check_size, strategy_of
 from mpikfac.plan.names import STEPS
 from mpikfac.settings import Numbers
@@ -251,7 +253,7 @@ class Trainer:
         if max_norm is not None:
             check_size("max_norm", max_norm)
         if examples is not None:
-            check_weighable(examples, self._strategy)
+            check_weighable(examples, self.built.plan)
         if unknown := self.built.gradients.unknown(members(self.optimizer)):
             check_foreign(unknown, self.model)
         check_momentum(self.optimizer, self._strategy, self._factory.momentum)
@@ -285,6 +287,7 @@ class Trainer:
     def _own_tensors(self) -> list[Tensor]:
         """Return the tensors that can differ between ranks before a step."""
         unequal = [buffer for n, buffer in self.model.named_buffers() if n in self._unequal]
+        unequal += [parameter for parameter in self.model.parameters() if is_sharded(parameter)]
         return unequal + [statistic.tensor for statistic in self.built.gradients.statistics]
 
     def _skip(self, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
@@ -460,13 +463,16 @@ class Trainer:
             ValueError: a choice or a layer is not supported.
         """
         factory, strategy = self._factory, self._strategy
-        check_unsharded(self.model)
+        check_wrappers(self.model)
         check_tensors(self.model)
         layers, uncovered = factory.cover(self.model)
         dtype, device = common_type([*layers, *uncovered])
         uncovered = [*uncovered, votes or Votes(dtype, device)]
         split = _split_of(self.model, [*layers, *uncovered], self._team.trains.size)
-        covered = CoveredModel(layers, uncovered, dtype, device, split)
+        sharding = sharding_of(self.model, [*layers, *uncovered], self._team.trains)
+        if votes is not None and bool(sharding) != bool(self.plan.sharding):
+            raise ValueError("fully_shard must be called before the trainer is created")
+        covered = CoveredModel(layers, uncovered, dtype, device, split, sharding)
         plan = factory.plan(covered, strategy, self.optimizer, self._team)
         check_owned(self.optimizer, [*layers, *uncovered], plan.strategy)
         check_momentum(self.optimizer, strategy, factory.momentum)
@@ -490,7 +496,8 @@ class Trainer:
         except RanksDifferError:
             agree(comm, describe_tensors(model))  # names the tensor if models differ
             raise
-        broadcast(comm, [*model.parameters(), *model.buffers()])
+        whole = [parameter for parameter in model.parameters() if not is_sharded(parameter)]
+        broadcast(comm, [*whole, *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node
         grid = Grid(comm, plan.grid.workers, self.trace, per_node, plan.split.tp_plan)
         kind = covered.dtype, covered.device
@@ -597,7 +604,7 @@ class Trainer:
         """
         built, optimizer = self.built, self.optimizer
         with together(built.grid.world, "loading state", untrusted=True):
-            state = built.exchange.of_rank(state)
+            state = Joined(built.exchange.of_rank(state))
             items = needed_state(self.model, optimizer, built.stepped, state)
             descends = isinstance(optimizer, Descent)
             momentum = self._factory.momentum

@@ -21,6 +21,7 @@ from mpikfac.comm.messages import (
     Encoded,
     OverlappedSums,
     ProgressThread,
+    check_sendable,
     check_summable,
     sent_elements,
     sum_in_order,
@@ -165,6 +166,25 @@ class Grid:
                 sent = sent_elements(message, comm.rank) * flat.element_size()
                 with self.trace.stage(message.stage, comm.name, sent):
                     PRIMITIVES[message.primitive](comm, buffer, message, self._buffers)
+
+    def pass_rows(self, message: Message, sent: Tensor, received: Tensor) -> None:
+        """Send each member its part of `sent`; `received` has the parts from all members, in order.
+
+        Collective over: the message's `over`.
+
+        Raises:
+            ValueError: the communicators are freed, or there are too many elements for one message.
+        """
+        self.check_open()
+        comm, size, sizes = self._teams[message.over], sent.element_size(), message.sizes
+        outgoing = [count // size for count in sizes[comm.rank]]
+        incoming = [row[comm.rank] // size for row in sizes]
+        check_sendable(message.stage, max(sum(outgoing), sum(incoming)))
+        with (
+            self._buffers.both(sent, received, message.stage) as buffers,
+            self.trace.stage(message.stage, comm.name, message.bytes),
+        ):
+            comm.Alltoallv([buffers[0], outgoing], [buffers[1], incoming])
 
     def sum_in_order(self, parts: Tensor, flat: Tensor, stage: str) -> None:
         """Set `flat` to the sum of all ranks' `parts` `[n, len(flat)]`, added in rank order.

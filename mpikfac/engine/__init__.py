@@ -19,10 +19,8 @@ from mpikfac.engine.curvature import merge as merge
 from mpikfac.engine.extension import OneModel as OneModel
 from mpikfac.engine.extension import attached as attached
 from mpikfac.engine.gradients import Gradients as Gradients
-from mpikfac.engine.gradients import Slot as Slot
 from mpikfac.engine.gradients import check_weighable as check_weighable
 from mpikfac.engine.gradients import divided_by_ranks as divided_by_ranks
-from mpikfac.engine.gradients import slots_in as slots_in
 from mpikfac.engine.method import CoveredModel as CoveredModel
 from mpikfac.engine.method import Method as Method
 from mpikfac.engine.method import MethodFactory as MethodFactory
@@ -31,6 +29,8 @@ from mpikfac.engine.nonfinite import Nonfinite as Nonfinite
 from mpikfac.engine.part import Item as Item
 from mpikfac.engine.part import Part as Part
 from mpikfac.engine.part import PreconditionerPart as PreconditionerPart
+from mpikfac.engine.readers import Slot as Slot
+from mpikfac.engine.readers import slots_in as slots_in
 from mpikfac.engine.scaled import average_scaled as average_scaled
 from mpikfac.engine.scaled import usable_scaler as usable_scaler
 from mpikfac.engine.site import Site as Site

@@ -3,151 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from weakref import finalize, ref
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from mpikfac.comm import Sender, summed
+from mpikfac.comm import summed
+from mpikfac.engine.readers import Block, EarlyReader, Reader, Slot, remove, slots_in
+from mpikfac.engine.shards import ShardReader
 from mpikfac.engine.site import Site
 from mpikfac.layers import SKIP, Counts, Hook, Layer, Other, Statistic, Trained, Votes
 from mpikfac.numerics import Arena, copy_all, not_finite
-from mpikfac.plan import RankPlan, Strategy, check_count, names, stages
-
-Block = Layer | Other
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A layer or an uncovered block, bound to a place in an arena.
-
-    Attributes:
-        parts: views of the arena, shaped like the block's parameters.
-        steps: whether the rank's optimizer steps the block.
-    """
-
-    block: Block
-    parts: Sequence[Tensor]
-    steps: bool
-
-
-def slots_in(arena: Arena, blocks: Iterable[Block], site: Site) -> list[Slot]:
-    """Return slots for those `blocks` that have a place in the arena."""
-    steps = site.plan.steps
-    placed = (block for block in blocks if block.name in arena)
-    return [Slot(b, b.parts(arena[b.name]), steps(b.name)) for b in placed]
+from mpikfac.plan import Plan, RankPlan, check_count, names, stages
 
 
 def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
-    """Return the views in which sums become means; a robust rule's vectors stay undivided."""
-    if plan.strategy.sync.aggregation.sums:
+    """Return the views in which sums become means.
+
+    A robust rule's vectors stay undivided, and so do gradients that `fully_shard` has averaged.
+    """
+    if plan.strategy.sync.aggregation.sums and not plan.sharding:
         return [arena.flat]
     return [arena[name] for name in plan.means]
-
-
-class Reader:
-    """Copy gradients into the arena when the step requests them."""
-
-    def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
-        self.slots, self.sender = list(slots), sender
-
-    def read(self) -> None:
-        """Copy the gradients of all blocks into the arena.
-
-        Raises:
-            ValueError: a gradient was changed after it had been sent.
-        """
-        copy_all(pair for s in self.slots for pair in s.block.gradients_to(s.parts))
-
-    def abort_batch(self) -> None:
-        """Forget which gradients have been sent."""
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-
-
-class EarlyReader(Reader):
-    """Copy and send gradients during the backward pass; a step only reads the remaining ones."""
-
-    def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
-        super().__init__(slots, sender)
-        self._made: Counter[str] = Counter()  # gradients computed by the pass, by block
-        # Gradients that have been sent, and their versions, by the parameter's id.
-        self._sent: dict[int, tuple[Tensor | None, int]] = {}
-        own = ref(self)  # a model can outlive the trainer
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(hook)
-            for slot in self.slots
-            for hook in [Hook(self._on_gradient, own, slot)]
-            for parameter in slot.block.parameters
-        ]
-        finalize(self, _remove, self._hooks)
-
-    def read(self) -> None:
-        """Send the gradients that no backward pass has computed, and check the others."""
-        for slot in self.slots:
-            if self.sender.is_ready(slot.block.name):
-                self._check_unchanged(slot)
-            else:
-                self._send(slot)
-        self._begin_batch()
-
-    def abort_batch(self) -> None:
-        """Forget which gradients have been computed and sent."""
-        self._begin_batch()
-
-    def _begin_batch(self) -> None:
-        self._sent.clear()
-        self._made.clear()
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        _remove(self._hooks)
-
-    @staticmethod
-    def _on_gradient(own: ref[EarlyReader], slot: Slot, _: Tensor) -> None:
-        self, name = own(), slot.block.name
-        if self is None:
-            return
-        self._made[name] += 1
-        if self._made[name] == len(slot.block.parameters):
-            del self._made[name]
-            with torch.no_grad():
-                self._send(slot)
-
-    def _send(self, slot: Slot) -> None:
-        copy_all(slot.block.gradients_to(slot.parts))
-        for parameter in slot.block.parameters:
-            self._sent[id(parameter)] = parameter.grad, _version(parameter.grad)
-        self.sender.ready(slot.block.name)
-
-    def _check_unchanged(self, slot: Slot) -> None:
-        for parameter in slot.block.parameters:
-            if id(parameter) not in self._sent:
-                continue
-            gradient, version = self._sent[id(parameter)]
-            if parameter.grad is not gradient or _version(gradient) != version:
-                raise ValueError(
-                    f"the gradient of {slot.block.name!r} was changed after the backward pass; "
-                    f"with overlap=True, it had already been sent: clip with step(max_norm=...)"
-                )
-
-
-def _remove(hooks: Iterable[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
-
-
-def _version(gradient: Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version
-
-
-READERS = {False: Reader, True: EarlyReader}
-"""The classes of readers, by whether the sender is early."""
 
 
 class Gradients:
@@ -160,6 +37,7 @@ class Gradients:
         uncovered: parameters and running statistics without a covering layer.
         trained: the trained parameters.
         sender: reduces the arena over ranks; an extension can replace it.
+        reader: copies gradients from the model, and directions to it.
         broken: the names of blocks whose average contains NaN or infinity, among those that this
             rank steps; the step does not change them.
         shortened: the factor by which `max_norm` scales the gradients of the step, `[]`; 1.0
@@ -190,16 +68,22 @@ class Gradients:
         self.sender = site.sender(names.REDUCE_GRADIENTS, self.arena, messages, 0, means)
         self.statistics = [block for block in uncovered if isinstance(block, Statistic)]
         self.counts = Counts(self.statistics if self.sender.in_parts else [])
-        self._reader = READERS[self.sender.early](self.slots, self.sender)
+        self.reader = self._reader_of(model)
         # Weak, as above: the model would keep the arena of a trainer that is gone.
         self._hooks = [model.register_load_state_dict_post_hook(Hook(self._on_load, ref(self)))]
-        finalize(self, _remove, self._hooks)
+        finalize(self, remove, self._hooks)
         self.keep()
+
+    def _reader_of(self, model: nn.Module) -> Reader:
+        """Return the reader for the sender, or for a model of which the rank holds shards."""
+        if self.plan.sharding:
+            return ShardReader(self.slots, self.sender, self.site, self.blocks, model)
+        return (EarlyReader if self.sender.early else Reader)(self.slots, self.sender)
 
     def detach(self) -> None:
         """Remove the hooks."""
-        _remove(self._hooks)
-        self._reader.detach()
+        remove(self._hooks)
+        self.reader.detach()
 
     # -- local gradients -------------------------------------------------------------------------
 
@@ -214,10 +98,11 @@ class Gradients:
         Raises:
             ValueError: a parameter was converted or moved.
         """
+        self.reader.begin_step()
         changed = self.trained.changed()
         if changed:
             self.trained.leave_changed()
-            self._reader.abort_batch()  # so that leftover gradients raise no error
+            self.reader.abort_batch()  # so that leftover gradients raise no error
         self.votes.mark(values, changed)
         return changed
 
@@ -239,7 +124,7 @@ class Gradients:
         """
         self.weight = self.weight_of_statistics = 1.0
         with self.site.trace.stage(names.READ_GRADIENTS):
-            self._reader.read()
+            self.reader.read()
 
     def accumulate(self) -> None:
         """Store the gradients of one part of the local batch, and prepare for the next part."""
@@ -306,6 +191,7 @@ class Gradients:
             ValueError: parts of the batch are missing.
         """
         self.sender.add_up()
+        self.reader.complete()
 
     @property
     def finite(self) -> bool:
@@ -342,7 +228,7 @@ class Gradients:
                 if slot.block.name in self.broken or not all(p.requires_grad for p in parameters):
                     slot.block.abort_batch()  # even if the parameter was frozen after the last step
                 elif slot.steps:
-                    copies += slot.block.gradients_from(slot.parts)
+                    copies += self.reader.write(slot)
             copy_all(copies)
 
     def take_votes(self) -> None:
@@ -371,7 +257,7 @@ class Gradients:
         Collective over: world with `overlap`, otherwise none.
         """
         self.sender.abort_batch()
-        self._reader.abort_batch()
+        self.reader.abort_batch()
         self.counts.abort_batch()
         self._take_back()
 
@@ -393,11 +279,11 @@ class Gradients:
 
     def stepped(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters that the rank's optimizer steps, by name."""
-        stepped = {id(p) for slot in self.slots if slot.steps for p in slot.block.parameters}
+        stepped = {id(parameter) for parameter in self.reader.stepped}
         return {name: p for name, p in model.named_parameters() if id(p) in stepped}
 
 
-def check_weighable(examples: int, strategy: Strategy) -> None:
+def check_weighable(examples: int, plan: Plan) -> None:
     """Check that ranks can weight gradients before the reduction.
 
     Raises:
@@ -405,7 +291,12 @@ def check_weighable(examples: int, strategy: Strategy) -> None:
             are sent before the weight is known.
     """
     check_count("examples", examples, 0)
-    transport, sync = strategy.transport, strategy.sync
+    transport, sync = plan.strategy.transport, plan.strategy.sync
+    if plan.sharding:
+        raise ValueError(
+            f"examples={examples} needs whole gradients on every rank: fully_shard has averaged "
+            f"them with equal weights; use batches of equal size"
+        )
     if sync.local_steps:
         raise ValueError(
             f"examples={examples} needs sync='synchronous', not {sync.name!r}: ranks do not "

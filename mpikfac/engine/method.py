@@ -24,7 +24,7 @@ from mpikfac.engine.site import Site
 from mpikfac.engine.update import Everyone, update_of
 from mpikfac.layers import Layer, Other, find_uncovered
 from mpikfac.numerics import Scaler
-from mpikfac.plan import Plan, Split, Strategy, plan_for
+from mpikfac.plan import Plan, Sharding, Split, Strategy, plan_for
 from mpikfac.settings import Numbers, Schedule
 
 
@@ -122,6 +122,7 @@ class CoveredModel:
         uncovered: the uncovered tensors and the votes.
         dtype: the dtype in which to compute.
         split: the split layers.
+        sharding: the parameters of which the rank holds a shard.
     """
 
     layers: Sequence[Layer]
@@ -129,6 +130,7 @@ class CoveredModel:
     dtype: torch.dtype
     device: torch.device
     split: Split
+    sharding: Sharding
 
     def of_uncovered(self) -> tuple[list[tuple[str, tuple[int, ...]]], list[str]]:
         """Return names and shapes of uncovered tensors, and the names of running statistics."""
@@ -159,8 +161,16 @@ class MethodFactory:
             ValueError: they are not compatible.
         """
         shapes, means = model.of_uncovered()
-        ranks, itemsize, split = team.trains.size, model.dtype.itemsize, model.split
-        return plan_for([], ranks, strategy, shapes, itemsize=itemsize, means=means, split=split)
+        return plan_for(
+            [],
+            team.trains.size,
+            strategy,
+            shapes,
+            itemsize=model.dtype.itemsize,
+            means=means,
+            split=model.split,
+            sharding=model.sharding,
+        )
 
     def build(
         self,

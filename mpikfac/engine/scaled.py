@@ -27,6 +27,11 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
             "step(scaler) unscales gradients, which scaler.unscale_ has already done; leave out "
             "scaler.unscale_, and clip with step(max_norm=...)"
         )
+    if gradients.plan.sharding:
+        raise ValueError(
+            "fully_shard averages gradients before they can be unscaled; train with "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16), which needs no scaler"
+        )
     if gradients.plan.strategy.transport.overlap:
         raise ValueError(
             "with transport.overlap=True gradients are sent before they can be unscaled; "

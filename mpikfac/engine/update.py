@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpikfac.comm import summed
-from mpikfac.engine.gradients import Gradients, Slot, slots_in
+from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.readers import Slot, slots_in
 from mpikfac.model import Writes
 from mpikfac.numerics import copy_all
 from mpikfac.plan import lay_out, names, stages
@@ -79,7 +80,34 @@ class Everyone:
         """Send the votes to ranks that lack their sum; here, all ranks have it."""
 
 
-class Owners(Everyone):
+class ByOwners(Everyone):
+    """The base class of updates in which only a block's updater has its averaged gradient."""
+
+    def _square(self) -> Tensor:
+        square = super()._square()
+        return square.new_tensor(summed(self.site.grid.world, [float(square)])[0])
+
+    def _counted(self) -> list[str]:
+        updaters, rank = self.plan.updaters, self.plan.rank
+        return [name for name in super()._counted() if updaters[name] == rank]
+
+
+class ShardOwners(ByOwners):
+    """Let each block's updater send its direction to the shards, which all ranks step.
+
+    The optimizer has the state of the rank's shards.
+    """
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Send the directions of the rank's blocks, and step the rank's shards.
+
+        Collective over: world.
+        """
+        self.gradients.reader.publish()
+        super().step(optimizer)
+
+
+class Owners(ByOwners):
     """Let each block's updater step it and send the weights to all ranks.
 
     The optimizer has no state for blocks that other ranks step.
@@ -96,14 +124,6 @@ class Owners(Everyone):
         self._changing = slots_in(self._before, encoded, site)
         trained = gradients.trained.by_name
         self.writes = Writes(trained) if trained else None
-
-    def _square(self) -> Tensor:
-        square = super()._square()
-        return square.new_tensor(summed(self.site.grid.world, [float(square)])[0])
-
-    def _counted(self) -> list[str]:
-        updaters, rank = self.plan.updaters, self.plan.rank
-        return [name for name in super()._counted() if updaters[name] == rank]
 
     def step(self, optimizer: Optimizer) -> None:
         """Step the rank's blocks, and send their weights to all ranks.
@@ -146,5 +166,7 @@ class Owners(Everyone):
 
 def update_of(gradients: Gradients) -> Everyone:
     """Return the update that the strategy selects."""
+    if gradients.plan.sharding:
+        return ShardOwners(gradients)
     kind = Owners if gradients.plan.strategy.assignment.shard_optimizer else Everyone
     return kind(gradients)

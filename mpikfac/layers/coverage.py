@@ -11,7 +11,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import is_parametrized
 
-from mpikfac.layers.kinds import KINDS, NEVER_CALLED, Kinds, covered_base, maker_of, offer, same_as
+from mpikfac.layers.kinds import (
+    KINDS,
+    NEVER_CALLED,
+    Kinds,
+    class_of,
+    covered_base,
+    maker_of,
+    offer,
+    same_as,
+)
 from mpikfac.layers.layer import Layer, NotCovered
 from mpikfac.layers.refusals import Refused, by_reason, check_names
 from mpikfac.layers.uncovered import Other, Statistic
@@ -177,7 +186,7 @@ def offers(
     for name, module in model.named_modules():
         left = uncovered.intersection(map(id, module.parameters(recurse=False)))
         if left and not within(name, coverage.skip) and same_as(module, coverage.covers):
-            names.setdefault(type(module), []).append(name)
+            names.setdefault(class_of(module), []).append(name)
     return [
         f"trained first-order, because {kind.__name__} is a derived class: {', '.join(modules)}; "
         f"{offer(kind, coverage.covers)}"
@@ -196,7 +205,8 @@ def check_any_covered(
     """
     coverage = coverage or Coverage()
     for name, module in model.named_modules() if not layers else ():
-        kind, base = type(module), covered_base(type(module), coverage.covers)
+        kind = class_of(module)
+        base = covered_base(kind, coverage.covers)
         own = module.parameters(recurse=is_parametrized(module))
         trained = kind not in NEVER_CALLED and any(parameter.requires_grad for parameter in own)
         if base and trained and not maker_of(module, coverage.covers):

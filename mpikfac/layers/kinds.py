@@ -49,8 +49,16 @@ be the groups of one layer. Derived classes are left out, as they can compute so
 
 def maker_of(module: nn.Module, covers: Kinds) -> Maker | None:
     """Return the function that creates a module's layers; None if its class is not covered."""
-    kind = type(module)
+    kind = class_of(module)
     return covers.get(kind) or covers.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the module's class, or the one it had before `fully_shard` derived another."""
+    kind = type(module)
+    sharded = kind.__bases__[0].__name__ == "FSDPModule"
+    original: type[nn.Module] = kind.__bases__[1] if sharded else kind
+    return original
 
 
 # -- derived classes -----------------------------------------------------------------------------
@@ -60,7 +68,7 @@ NEVER_CALLED = (NonDynamicallyQuantizableLinear,)  # attention multiplies by the
 
 def same_as(module: nn.Module, covers: Kinds) -> bool:
     """Return whether an uncovered module inherits all that it computes from a covered class."""
-    kind = type(module)
+    kind = class_of(module)
     base = covered_base(kind, covers)
     if base is None or maker_of(module, covers) or kind in NEVER_CALLED:
         return False

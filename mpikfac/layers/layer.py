@@ -107,6 +107,7 @@ class Layer:
         self.parameters: list[Tensor] = trained
         self.bias = trained[-1] is tensors[1]
         self.bias_alone = self.bias and len(trained) == 1
+        self._places = [place_of(module, parameter) for parameter in trained]
         self.shape = self.whole_shape()
 
     def __repr__(self) -> str:
@@ -124,7 +125,7 @@ class Layer:
 
     def whole_shape(self) -> LayerShape:
         """Return the shape with whole factors A and G, or only G if only the bias is trained."""
-        first = self.arranged(self.parameters[0])
+        first = self.arranged(_without_values(self.parameters[0]))
         outputs = len(first)
         if self.bias_alone:
             return LayerShape(self.name, 1, outputs, sides="G")
@@ -366,7 +367,27 @@ class Layer:
 
     @cached_property
     def _arranged_shapes(self) -> list[torch.Size]:
-        return [self.arranged(parameter).shape for parameter in self.parameters]
+        return [self.arranged(_without_values(p)).shape for p in self.parameters]
+
+    @property
+    def in_use(self) -> list[Tensor]:
+        """The parameters that the module has now: in a pass, `fully_shard` replaces its shards."""
+        return [getattr(module, name) for module, name in self._places]
+
+
+def place_of(module: nn.Module, parameter: Tensor) -> tuple[nn.Module, str]:
+    """Return the module, inside `module`, that has a parameter, and the parameter's name there."""
+    return next(
+        (part, name)
+        for part in module.modules()
+        for name, own in part.named_parameters(recurse=False)
+        if own is parameter
+    )
+
+
+def _without_values(parameter: Tensor) -> Tensor:
+    """Return a tensor with the shape of a parameter, of which the rank may hold only a shard."""
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def _check_registered(module: nn.Module, tensors: Sequence[Tensor | None]) -> None:

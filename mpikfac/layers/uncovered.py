@@ -52,6 +52,10 @@ class Other:
         """Return views of `matrix`, shaped as the tensors: `matrix` itself."""
         return [matrix]
 
+    def arranged(self, parameter: Tensor) -> Tensor:
+        """Return the parameter, whose elements have the order of the matrix."""
+        return parameter
+
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
         """Return the copy from the gradient to the `parts` of a matrix; it is 0 if missing."""
         if self.tensor.grad is None:

@@ -26,7 +26,10 @@ from mpikfac.model.equality import Writes as Writes
 from mpikfac.model.equality import check_equal as check_equal
 from mpikfac.model.equality import check_written as check_written
 from mpikfac.model.equality import checksums as checksums
-from mpikfac.model.sharded import check_unsharded as check_unsharded
+from mpikfac.model.rows import Joined as Joined
+from mpikfac.model.sharded import check_wrappers as check_wrappers
+from mpikfac.model.sharded import fully_sharded as fully_sharded
+from mpikfac.model.sharded import sharding_of as sharding_of
 from mpikfac.model.state import MOMENTUM as MOMENTUM
 from mpikfac.model.state import fitting as fitting
 from mpikfac.model.state import group_settings as group_settings

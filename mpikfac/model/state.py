@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpikfac.comm import Comm, handed_over
+from mpikfac.model.rows import in_rows, load_rows, stored, without_rows
+from mpikfac.numerics import is_sharded, local
 from mpikfac.plan import plain
 from mpikfac.plan.names import OF_GROUPS, OF_MODEL, OF_OPTIMIZER_STATE, OPTIMIZER_NAME, STEPS
 
@@ -36,7 +38,8 @@ def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dic
     state |= {OF_GROUPS + name: value for name, value in group_settings(optimizer)}
     for name, parameter in stepped.items():
         for key, value in _in_pieces(optimizer.state.get(parameter, {})).items():
-            state[f"{OF_OPTIMIZER_STATE}{name}/{key}"] = value
+            item = f"{OF_OPTIMIZER_STATE}{name}/{key}"
+            state |= dict(stored(item, value) if torch.is_tensor(value) else [(item, value)])
     return state
 
 
@@ -72,11 +75,11 @@ def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
     The state of a parameter is either complete or missing. Muon and SOAP keep different items for
     different parameters.
     """
-    prefix = OF_OPTIMIZER_STATE
+    prefix, names = OF_OPTIMIZER_STATE, {without_rows(name) for name in names}
     items = [name.removeprefix(prefix).rpartition("/") for name in names if name.startswith(prefix)]
     held, keys = {name for name, _, _ in items}, {key for _, _, key in items}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    complete = {OF_MODEL + name for name, _ in _tensors_of(model)}
+    complete = {OF_MODEL + without_rows(name) for name, _ in _tensors_of(model)}
     complete |= {f"{prefix}{name}/{key}" for name in trained - held for key in keys}
     return complete.difference(names)
 
@@ -113,9 +116,11 @@ def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, An
     for key in (key for key in state if key.startswith(OF_OPTIMIZER_STATE)):
         name, _, kind = key.removeprefix(OF_OPTIMIZER_STATE).rpartition("/")
         if name in stepped:
-            like = stepped[name] if kind in AS_PARAMETER else state[key]
-            items |= fitting(state, {key: like}, rounded=True)
-            if isinstance(items[key], str):
+            shaped = kind in AS_PARAMETER
+            item = in_rows(key, stepped[name]) if shaped else key
+            like = local(stepped[name]) if shaped else state[key]
+            items |= fitting(state, {item: like}, rounded=True)
+            if isinstance(items[item], str):
                 raise ValueError(f"item {key!r} must be a tensor or a number; it is a str")
     return items
 
@@ -168,13 +173,15 @@ def load_model_state(
     """Load a `model_state`, at any number of ranks and with any strategy."""
     values = {name: state[OF_MODEL + name] for name, _ in _tensors_of(model)}
     model.load_state_dict(values, strict=False)
+    load_rows(model, values)
     for name in _numbers(optimizer, state):
         set_group_setting(optimizer, name, state[OF_GROUPS + name])
     optimizer.state.clear()
     for name, parameter in stepped.items():
         prefix, pieces = f"{OF_OPTIMIZER_STATE}{name}/", {}
         for key in (key for key in state if key.startswith(prefix)):
-            pieces[key.removeprefix(prefix)] = _placed(state[key], parameter, optimizer)
+            value = _placed(state[key], parameter, optimizer)
+            pieces[without_rows(key).removeprefix(prefix)] = value
         if pieces:
             optimizer.state[parameter] = _in_lists(pieces)
 
@@ -188,6 +195,10 @@ def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
         return value
     groups = optimizer.param_groups
     read_there = any(group.get("fused") or group.get("capturable") for group in groups)
+    if is_sharded(parameter) and value.shape == local(parameter).shape and value.dim():
+        sharded = torch.empty_like(parameter, dtype=value.dtype)
+        local(sharded).copy_(value)
+        return sharded
     on_device = value.dim() or read_there
     return laid_out(value.to(parameter.device if on_device else value.device, copy=True), parameter)
 
@@ -251,7 +262,8 @@ def hand_over_state(
 
 
 def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(n, value) for n, value in model.state_dict().items() if torch.is_tensor(value)]
+    tensors = [(n, value) for n, value in model.state_dict().items() if torch.is_tensor(value)]
+    return [item for name, tensor in tensors for item in stored(name, tensor)]
 
 
 def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:

@@ -59,6 +59,8 @@ from .products import multiplying as multiplying
 from .products import of_coordinates as of_coordinates
 from .products import product as product
 from .products import usual_precision as usual_precision
+from .sharded import is_sharded as is_sharded
+from .sharded import local as local
 from .steps import AdamSteps as AdamSteps
 from .steps import elastic_gradient as elastic_gradient
 from .steps import nesterov as nesterov

@@ -9,6 +9,7 @@ from mpikfac.plan.choices import FACTOR_EVERY as FACTOR_EVERY
 from mpikfac.plan.choices import FISHERS as FISHERS
 from mpikfac.plan.choices import NAMED as NAMED
 from mpikfac.plan.choices import NORMALIZATIONS as NORMALIZATIONS
+from mpikfac.plan.choices import SHARDED as SHARDED
 from mpikfac.plan.choices import SPLIT as SPLIT
 from mpikfac.plan.choices import STRATEGY as STRATEGY
 from mpikfac.plan.choices import Above as Above
@@ -45,6 +46,8 @@ from mpikfac.plan.choices import OneOf as OneOf
 from mpikfac.plan.choices import Refresh as Refresh
 from mpikfac.plan.choices import Same as Same
 from mpikfac.plan.choices import SGDGrafting as SGDGrafting
+from mpikfac.plan.choices import ShardedParameter as ShardedParameter
+from mpikfac.plan.choices import Sharding as Sharding
 from mpikfac.plan.choices import Sliced as Sliced
 from mpikfac.plan.choices import Split as Split
 from mpikfac.plan.choices import Strategy as Strategy
@@ -76,6 +79,7 @@ from mpikfac.plan.codec import Codec as Codec
 from mpikfac.plan.extensions import curvature_servers as curvature_servers
 from mpikfac.plan.extensions import robust as robust
 from mpikfac.plan.extensions import scales as scales
+from mpikfac.plan.extensions import sharding as sharding
 from mpikfac.plan.extensions import split_layers as split_layers
 from mpikfac.plan.extensions.activations import LayerCall as LayerCall
 from mpikfac.plan.extensions.activations import Place as Place

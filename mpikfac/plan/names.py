@@ -14,21 +14,25 @@ SEND_FACTORS = "send factors"
 RECEIVE_BASES = "receive bases"
 PUBLISH_BASES = "publish bases"
 REDUCE_GRADIENTS = "reduce gradients"
+GATHER_GRADIENTS = "gather gradients"
 EXCHANGE_WEIGHTS = "exchange weights"
 EXCHANGE_IN_NODE = "exchange weights in node"
 EXCHANGES = EXCHANGE_WEIGHTS, EXCHANGE_IN_NODE
 PUBLISH_DIRECTIONS = "publish gradients"
 CLIP = "clip"
+SCATTER_DIRECTIONS = "scatter directions"
 PUBLISH_WEIGHTS = "publish weights"
 
 IN_STEP = (
     *(REDUCE_SCALES, REDUCE_STATISTICS, SEND_FACTORS, RECEIVE_BASES, PUBLISH_BASES),
     *(
         REDUCE_GRADIENTS,
+        GATHER_GRADIENTS,
         EXCHANGE_IN_NODE,
         EXCHANGE_WEIGHTS,
         PUBLISH_DIRECTIONS,
         CLIP,
+        SCATTER_DIRECTIONS,
         PUBLISH_WEIGHTS,
     ),
 )

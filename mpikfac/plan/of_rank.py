@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mpikfac.plan import layouts
-from mpikfac.plan.choices import Split, Strategy
+from mpikfac.plan.choices import Sharding, Split, Strategy
 from mpikfac.plan.layout import Layout, Shape, lay_out
 from mpikfac.plan.layouts import Layouts, grouped
 from mpikfac.plan.messages import Message
@@ -37,6 +37,7 @@ class RankPlan:
         preconditioners: the run's preconditioner, then the layers with a different one: "eigen, fc:
             eva".
         split: the split layers of the model.
+        sharding: the parameters of which each rank holds a shard.
         replaced: functions of extensions that replace functions of `stages`, by the name of the
             stage.
     """
@@ -51,6 +52,7 @@ class RankPlan:
     itemsizes: Itemsizes
     preconditioners: str
     split: Split
+    sharding: Sharding
     replaced: Mapping[str, Stage] = field(default_factory=dict)
 
     # -- who does what ---------------------------------------------------------------------------
@@ -89,8 +91,12 @@ class RankPlan:
         return self.strategy.assignment.shard_optimizer
 
     def steps(self, name: str) -> bool:
-        """Return whether the rank steps the layer or parameter `name`."""
-        return not self.owner_updates or self.updaters[name] == self.rank
+        """Return whether the rank steps the layer or parameter `name`.
+
+        With shards, it is the rank that computes the step, or every rank for running statistics.
+        """
+        everywhere = not self.owner_updates or (self.sharding and name in self.means)
+        return bool(everywhere) or self.updaters[name] == self.rank
 
     @cached_property
     def factors(self) -> tuple[Factor, ...]:
@@ -218,6 +224,10 @@ class RankPlan:
         apart = self.strategy.transport.overlap
         layers = layouts.by_kind(self.layers, lambda layer: (apart and layer.fused, layer.form))
         blocks = [*layouts.of_gradients(layers), *uncovered]
+        if self.sharding:  # means over ranks, then the gradients that the rank receives
+            means = [block for block in blocks if block[0] in self.means]
+            own = [block for block in blocks if self.updaters[block[0]] == self.rank]
+            return lay_out([means, [block for block in own if block not in means]])
         if not self.owner_updates:
             return lay_out([blocks])
         return lay_out(layouts.by_rank(blocks, self.updaters, self.grid.count))

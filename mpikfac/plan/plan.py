@@ -13,7 +13,17 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 
 from mpikfac.plan import extensions, names, stages
-from mpikfac.plan.choices import SPLIT, Choice, Choices, Split, Strategy, check, one_of
+from mpikfac.plan.choices import (
+    SHARDED,
+    SPLIT,
+    Choice,
+    Choices,
+    Sharding,
+    Split,
+    Strategy,
+    check,
+    one_of,
+)
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import Message
 from mpikfac.plan.of_rank import Itemsizes, RankPlan
@@ -46,6 +56,7 @@ class Plan:
         updaters: the rank that steps each layer or uncovered parameter if the optimizer is sharded.
         turns_of: the slot of every layer in a refresh, from 0 to `stagger` - 1.
         split: the split layers of the model.
+        sharding: the parameters of which each rank holds a shard.
     """
 
     layers: tuple[LayerShape, ...]
@@ -62,6 +73,7 @@ class Plan:
     updaters: dict[str, int]
     turns_of: dict[str, int]
     split: Split
+    sharding: Sharding
 
     def of(self, rank: int) -> RankPlan:
         """Return the roles and layouts of a rank; they are created once."""
@@ -77,6 +89,7 @@ class Plan:
                 itemsizes=Itemsizes(self.itemsize, self.factor_itemsize, self.basis_itemsize),
                 preconditioners=self.all_preconditioners,
                 split=self.split,
+                sharding=self.sharding,
             )
             self._of_ranks[rank] = replace(of_rank, replaced=extensions.replaced(of_rank))
         return self._of_ranks[rank]
@@ -174,6 +187,7 @@ def plan_for(
     basis_itemsize: int | None = None,
     means: Iterable[str] = (),
     split: Split | None = None,
+    sharding: Sharding | None = None,
 ) -> Plan:
     """Return the plan for `layers` on `ranks` ranks; it is the same on every rank.
 
@@ -185,6 +199,7 @@ def plan_for(
         basis_itemsize: bytes per element of decompositions; `itemsize` if None.
         means: names of `uncovered` that are always averaged over ranks: running statistics, votes.
         split: the split layers of the model.
+        sharding: the parameters of which each rank holds a shard.
 
     Raises:
         ValueError: a choice is not supported; the message states its requirements.
@@ -193,9 +208,10 @@ def plan_for(
         raise ValueError(f"ranks={ranks} must be at least 1")
     strategy.check_ranks(ranks)
     _check_layers(layers, ranks, strategy, forms)
-    split = split or Split()
+    split, sharding = split or Split(), sharding or Sharding()
     of_split = {"tp_size": split.tp_plan.tp_size, "handed_on": bool(layers and split.handed_on)}
-    check(SPLIT, Choices(strategy, of_split))
+    choices = Choices(strategy, {**of_split, "fully_shard": bool(sharding)})
+    check(SPLIT + SHARDED, choices)
     of_layers = _forms_of(layers, forms)
     layers = [_with_factors(layer, of_layers[layer.name]) for layer in layers]
     turns_of = deal(layers, of_layers, strategy.refresh.stagger)
@@ -221,6 +237,7 @@ def plan_for(
         updaters=updaters | spread(uncovered, ranks, stepped),
         turns_of=turns_of,
         split=split,
+        sharding=sharding,
     )
 
 

@@ -129,6 +129,8 @@ def publish_weights(rank: RankPlan) -> list[Message]:
     """Return the messages that send new weights to ranks without them."""
     if not rank.owner_updates:
         return []
+    if extension := rank.replaced.get(names.PUBLISH_WEIGHTS):
+        return extension(rank, None)
     layout, size = rank.layouts.gradients, rank.itemsizes.numbers
     kinds = dict.fromkeys(rank.messages_of, 0)
     return [

@@ -20,9 +20,9 @@ from mpikfac.predict.prediction import Job, Prediction, Step
 STAGES = (
     *(names.FORWARD, names.BACKWARD, names.STATISTICS, names.REDUCE_SCALES),
     *(names.REDUCE_STATISTICS, names.DECOMPOSE, names.SEND_FACTORS, names.RECEIVE_BASES),
-    *(names.PUBLISH_BASES, names.GRADIENTS, names.REDUCE_GRADIENTS, names.MOMENTS),
-    *(names.PRECONDITION, names.PUBLISH_DIRECTIONS, names.CLIP, names.OPTIMIZER),
-    *(names.PUBLISH_WEIGHTS, *names.EXCHANGES),
+    *(names.PUBLISH_BASES, names.GRADIENTS, names.REDUCE_GRADIENTS, names.GATHER_GRADIENTS),
+    *(names.MOMENTS, names.PRECONDITION, names.PUBLISH_DIRECTIONS, names.CLIP),
+    *(names.SCATTER_DIRECTIONS, names.OPTIMIZER, names.PUBLISH_WEIGHTS, *names.EXCHANGES),
 )
 BACKWARD = (names.BACKWARD, names.STATISTICS)
 OVERLAPPED = ("urgent", "overlapped")  # kinds of events

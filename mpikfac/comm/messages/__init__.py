@@ -3,6 +3,7 @@
 from mpikfac.comm.messages.buffers import MAX_COUNT as MAX_COUNT
 from mpikfac.comm.messages.buffers import SUMMABLE as SUMMABLE
 from mpikfac.comm.messages.buffers import Buffers as Buffers
+from mpikfac.comm.messages.buffers import check_sendable as check_sendable
 from mpikfac.comm.messages.buffers import check_summable as check_summable
 from mpikfac.comm.messages.collectives import COPIES as COPIES
 from mpikfac.comm.messages.collectives import PRIMITIVES as PRIMITIVES

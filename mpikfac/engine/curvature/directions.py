@@ -13,8 +13,9 @@ from mpikfac.comm import summed
 from mpikfac.engine.curvature.bases import Bases
 from mpikfac.engine.curvature.capture import Captured, Region
 from mpikfac.engine.curvature.grafting import Stack, graft_of
-from mpikfac.engine.gradients import Gradients, slots_in
+from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.part import Item, Part
+from mpikfac.engine.readers import slots_in
 from mpikfac.layers import Layer
 from mpikfac.model import groups_of
 from mpikfac.numerics import copy_all, multiplying, together, usual_precision

@@ -31,6 +31,7 @@ from mpikfac.layers import Coverage, Layer, Other, check_any_covered, cover
 from mpikfac.model import check_rates, groups_of
 from mpikfac.numerics import Scaler
 from mpikfac.plan import (
+    SHARDED,
     Choices,
     Plan,
     PlannedLayer,
@@ -245,7 +246,7 @@ class DistributedPreconditioner(Method):
         seen = self.moments.finish()
         layers = self.gradients.layers
         for layer in layers:
-            if not seen.get(layer.name, True) and self.gradients.arena[layer.name].any():
+            if not seen.get(layer.name, True) and self.gradients.reader.nonzero(layer):
                 self._cautions.unseen(layer)
         self._cautions.without_gradient(
             [x.name for x in layers if seen.get(x.name) and x.parameters[0].grad is None]
@@ -404,10 +405,11 @@ class PreconditionerFactory(MethodFactory):
             **self.settings.described(),
             **{"ranks": ranks, "grad_workers": strategy.assignment.workers(ranks)},
             "preconditioner": run.form.name,
+            "fully_shard": bool(model.sharding),
         }
         needs = [need for form in forms for need in form.needs]
         check_layers(
-            [*SETTINGS, *self.settings.grafting.needs, *needs],
+            [*SETTINGS, *SHARDED, *self.settings.grafting.needs, *needs],
             layer_shapes,
             Choices(strategy, settings),
         )
@@ -416,7 +418,8 @@ class PreconditionerFactory(MethodFactory):
         of_averages = averages.itemsize if averages else itemsize
         sizes = itemsize, of_averages, bases.itemsize if bases else itemsize
         shapes, means = model.of_uncovered()
-        return plan_for(layer_shapes, ranks, strategy, shapes, forms, *sizes, means, model.split)
+        distributed = model.split, model.sharding
+        return plan_for(layer_shapes, ranks, strategy, shapes, forms, *sizes, means, *distributed)
 
     def choices(self) -> dict[str, object]:
         """Return the choices that must be equal on all ranks."""

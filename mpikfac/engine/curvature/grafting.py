@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpikfac.engine.gradients import Gradients, Slot
+from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.part import Item
+from mpikfac.engine.readers import Slot
 from mpikfac.model import members
 from mpikfac.numerics import AdamSteps, copy_all, nesterov, orthogonalised, together
 from mpikfac.plan import (
@@ -191,10 +192,10 @@ class AdamGraft(Graft):
         names = [*layers, *uncovered]
         self._trust = cast(AdamGrafting | AdamInEigenbases, grafting).max_trust_ratio
         self._adam = AdamSteps(gradients.arena, names, self.DECAY)
-        parameters = {layer.name: layer.parameters for layer in gradients.layers}
-        weights = [weight for name in layers for weight in parameters[name]]
-        self._weights = [*weights, gradients.arena.flat.new_zeros(1)]
-        self._of_layer = _table([len(parameters[name]) for name in layers], gradients.site.device)
+        own = {layer.name: layer for layer in gradients.layers if layer.name in layers}
+        weights = {name: gradients.reader.weights(own[name]) for name in layers}
+        self._weights = [*itertools.chain(*weights.values()), gradients.arena.flat.new_zeros(1)]
+        self._of_layer = _table([len(weights[name]) for name in layers], gradients.site.device)
         shapes = [(name, tuple(gradients.arena[name].shape)) for name in names]
         layout = lay_out([shapes] if grafting.momentum else [])
         self._momenta, self._means = gradients.site.arena(layout), gradients.site.arena(layout)

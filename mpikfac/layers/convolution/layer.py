@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -49,7 +50,7 @@ class ConvLayer(Layer):
         outputs = module.out_channels // groups
         if self.bias_alone:
             return LayerShape(self.name, 1, module.out_channels, sides="G")
-        fan_in = module.in_channels // groups * module.weight[0, 0].numel()
+        fan_in = module.in_channels // groups * math.prod(module.weight.shape[2:])
         return LayerShape(self.name, fan_in + self.bias, outputs, groups)
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class ProjectionsLayer(Layer):
 
     def whole_shape(self) -> LayerShape:
         """Return the shape of the three groups, without A if only the bias is covered."""
-        groups, outputs, *inputs = self.arranged(self.parameters[0]).shape
+        groups, outputs, *inputs = self._arranged_shapes[0]
         if self.bias_alone:
             return LayerShape(self.name, 1, outputs, groups, sides="G")
         return LayerShape(self.name, inputs[0] + self.bias, outputs, groups)

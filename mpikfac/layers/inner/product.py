@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mpikfac.layers.layer import Call, Layer, skipping
+from mpikfac.layers.layer import Call, Layer, place_of, skipping
 from mpikfac.numerics import in_transform
 
 Node = Any  # a node of autograd's graph
@@ -49,14 +49,16 @@ class InnerLayer(Layer):
         part: int = 0,
     ) -> None:
         super().__init__(name, module, tensors)
-        self.source, self._watched, self._part = source, watched, part
+        self.source, self._part = source, part
+        self._watched = place_of(module, watched)
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
         """Return the product's inputs, and a hook on its gradient, both with examples first."""
         result = output[0] if isinstance(output, tuple) else output
-        if not (result.requires_grad and self._watched.requires_grad):
+        weight = getattr(*self._watched)  # in a pass, `fully_shard` replaces its shards
+        if not (result.requires_grad and weight.requires_grad):
             return None
-        products = products_with(self._watched, result.grad_fn, _tensors([positional, named]))
+        products = products_with(weight, result.grad_fn, _tensors([positional, named]))
         if not products:
             if in_transform():  # the hidden state can have a separate graph
                 return None

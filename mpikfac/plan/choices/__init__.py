@@ -57,6 +57,9 @@ from mpikfac.plan.choices.grafting import SGDGrafting as SGDGrafting
 from mpikfac.plan.choices.int8 import Int8 as Int8
 from mpikfac.plan.choices.int8 import Int8Codec as Int8Codec
 from mpikfac.plan.choices.refresh import Refresh as Refresh
+from mpikfac.plan.choices.sharding import SHARDED as SHARDED
+from mpikfac.plan.choices.sharding import ShardedParameter as ShardedParameter
+from mpikfac.plan.choices.sharding import Sharding as Sharding
 from mpikfac.plan.choices.strategy import Strategy as Strategy
 from mpikfac.plan.choices.sync import Synchronization as Synchronization
 from mpikfac.plan.choices.sync import Synchronous as Synchronous

@@ -5,14 +5,21 @@ The modules of the default plan import no extension; `Plan` uses this table.
 
 from __future__ import annotations
 
-from mpikfac.plan.extensions import curvature_servers, encoding, robust, scales, split_layers
+from mpikfac.plan.extensions import (
+    curvature_servers,
+    encoding,
+    robust,
+    scales,
+    sharding,
+    split_layers,
+)
 from mpikfac.plan.messages import Message
 from mpikfac.plan.of_rank import RankPlan, Stage
 
 
 def replaced(rank: RankPlan) -> dict[str, Stage]:
     """Return functions that replace functions of `stages`, by the name of the stage."""
-    return robust.replaced(rank) | split_layers.replaced(rank)
+    return robust.replaced(rank) | split_layers.replaced(rank) | sharding.replaced(rank)
 
 
 def messages(
@@ -27,6 +34,8 @@ def messages(
         *(curvature_servers.send_factors(rank, turn) if refresh else ()),
         *(curvature_servers.receive_bases(rank, turn) if refresh else ()),
         *split_layers.reduce_slices(rank),
+        *sharding.gather_gradients(rank),
+        *sharding.scatter_directions(rank),
         *rank.strategy.sync.messages(rank),
     ]
 

@@ -38,7 +38,9 @@ GROUPS = {
     "preconditioning": (names.PRECONDITION,),
     "gradient messages": (
         names.REDUCE_GRADIENTS,
+        names.GATHER_GRADIENTS,
         names.PUBLISH_DIRECTIONS,
+        names.SCATTER_DIRECTIONS,
         names.PUBLISH_WEIGHTS,
         names.CLIP,
     ),

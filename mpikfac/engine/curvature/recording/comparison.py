@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from mpikfac.layers import SIDE_BY_SIDE, EmbeddingLayer, Layer
-from mpikfac.numerics import without_autocast
+from mpikfac.numerics import is_sharded, without_autocast
 
 COMPARED = SIDE_BY_SIDE | {EmbeddingLayer}  # derived classes may compute something else
 PASSES = 3  # how many passes are compared
@@ -35,7 +35,9 @@ class Comparison:
 
     def __init__(self, layers: Iterable[Layer], on: bool) -> None:
         """Compare the layers of torch's modules and similar ones, if `on`."""
-        self._layers = {_key(x): x for x in layers if type(x) in COMPARED and not x.bias_alone}
+        compared = (x for x in layers if type(x) in COMPARED and not x.bias_alone)
+        # The gradient of a sharded weight is already the mean over ranks.
+        self._layers = {_key(x): x for x in compared if not is_sharded(x.parameters[0])}
         self._left = PASSES if on else 0
         self._probes: dict[Key, tuple[Tensor, Tensor]] = {}
         # Projections of the calls' products, and bounds on their rounding errors.

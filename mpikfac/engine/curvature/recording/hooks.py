@@ -184,7 +184,7 @@ class RecordingHooks(Part):
         """
         if self.paused:
             return
-        if not makes_gradients(layer.parameters):  # only a gradient of inputs
+        if not makes_gradients(layer.in_use):  # only a gradient of inputs
             self._await_derivative(layer, g)
             return
         self._follow_gradients(layer)
@@ -207,7 +207,7 @@ class RecordingHooks(Part):
             return
         self._followed = True
         self._comparison.begin()
-        accumulating = accumulates(layer.parameters)
+        accumulating = accumulates(layer.in_use)
         at_end_of_backward(partial(self._note_gradients, self._turn is None, accumulating))
         removed = self._retained.removed(accumulating)
         counts = self._moments.of_loss or self._turn is not None
@@ -248,7 +248,7 @@ class RecordingHooks(Part):
             listen(g, partial(self._on_derivative, layer))
 
     def _on_derivative(self, layer: Layer, _: Tensor) -> None:
-        if not self._derivatives_told and makes_gradients(layer.parameters):
+        if not self._derivatives_told and makes_gradients(layer.in_use):
             self._derivatives_told = True
             self._comparison.stop()
             _warn_of_derivatives(layer)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mpikfac.numerics import is_sharded, local
+
 
 class Retained(NamedTuple):
     """The gradients of a layer after a backward pass.
@@ -38,6 +40,8 @@ class RetainedGradients:
     def note(self, names: Iterable[str], accumulated: bool) -> None:
         """Record the gradients of layers after a backward pass, whether or not it added to them."""
         gradients = {name: self._gradients(name) for name in names}
+        # `fully_shard` keeps gradients to itself until a pass that reduces them.
+        gradients = {n: g for n, g in gradients.items() if g or not self._is_sharded(n)}
         if not any(gradients.values()):
             self._retained |= {name: Retained([], (), accumulated) for name in gradients}
             return
@@ -73,7 +77,10 @@ class RetainedGradients:
         return not gradients or (any(retained.sizes) and not any(g.any() for g in gradients))
 
     def _gradients(self, name: str) -> list[Tensor]:
-        return [p.grad for p in self._parameters[name] if p.grad is not None]
+        return [local(p.grad) for p in self._parameters[name] if p.grad is not None]
+
+    def _is_sharded(self, name: str) -> bool:
+        return is_sharded(self._parameters[name][0])
 
     def drop(self, name: str) -> None:
         """Discard the record of a layer."""

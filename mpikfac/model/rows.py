@@ -1,0 +1,98 @@
+"""Store the rows of sharded tensors as items of a state, and find them in the state of other ranks.
+
+An item of a sharded tensor has its rows in the name: "model/0.weight[0:2]". A state of any number
+of ranks, and one of whole tensors, contains the rows that a rank needs, as long as it has the items
+of all ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac.numerics import is_sharded, local
+
+ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")
+
+
+def rows_of(tensor: Any) -> tuple[int, int]:
+    """Return the first and last (exclusive) row of a sharded tensor that this rank holds."""
+    mesh = tensor.device_mesh
+    of_shards = mesh.ndim - 1  # before it, there can be a dimension of replicas
+    each = -(-len(tensor) // mesh.size(of_shards))
+    start = min(each * mesh.get_local_rank(of_shards), len(tensor))
+    return start, start + len(local(tensor))
+
+
+def in_rows(name: str, tensor: Any) -> str:
+    """Return the name of the item with this rank's rows of a tensor, or with a whole tensor."""
+    return "{}[{}:{}]".format(name, *rows_of(tensor)) if is_sharded(tensor) else name
+
+
+def without_rows(name: str) -> str:
+    """Return the name of a tensor, of which an item may have only some rows."""
+    found = ROWS.fullmatch(name)
+    return found[1] if found else name
+
+
+def stored(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the item with this rank's rows of a tensor, which share its memory; none if empty."""
+    rows = local(tensor)
+    return [] if is_sharded(tensor) and not rows.numel() else [(in_rows(name, tensor), rows)]
+
+
+@torch.no_grad()
+def load_rows(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copy this rank's rows to the sharded tensors of a model."""
+    for name, tensor in model.state_dict().items():
+        if is_sharded(tensor) and (item := in_rows(name, tensor)) in values:
+            local(tensor).copy_(values[item])
+
+
+class Joined(Mapping[str, Any]):
+    """A state whose tensors can be read as a whole or by rows, however they are stored.
+
+    It iterates over the names of whole tensors.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+        self._parts: dict[str, list[tuple[int, int, str]]] = {}
+        for name in state:
+            if found := ROWS.fullmatch(name):
+                part = int(found[2]), int(found[3]), name
+                self._parts.setdefault(found[1], []).append(part)
+        for parts in self._parts.values():
+            parts.sort()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(map(without_rows, self._state)))
+
+    def __len__(self) -> int:
+        return len([*self])
+
+    def __contains__(self, name: object) -> bool:
+        whole = without_rows(name) if isinstance(name, str) else ""
+        return whole in self._state or whole in self._parts
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an item, or as many of its rows as the state has."""
+        if name in self._state:
+            return self._state[name]
+        if name not in self:
+            raise KeyError(name)
+        found = ROWS.fullmatch(name)
+        whole = found[1] if found else name
+        parts = self._parts.get(whole, [])
+        first, last = map(int, found.groups()[1:]) if found else (0, max(p[1] for p in parts))
+        if whole in self._state:
+            return self._state[whole][first:last]
+        covered = [part for part in parts if part[0] < last and first < part[1]] or parts[:1]
+        rows = (
+            self._state[item][max(0, first - at) : max(0, last - at)] for at, _, item in covered
+        )
+        return torch.cat([*rows])

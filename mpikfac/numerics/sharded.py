@@ -1,0 +1,21 @@
+"""Access the rank's part of a parameter that is sharded over ranks, without communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether the tensor is a `DTensor`, whose elements are distributed over ranks."""
+    # The class is not imported, because that takes longer than importing this whole library.
+    return hasattr(tensor, "to_local")
+
+
+@torch.no_grad()
+def local(tensor: Any) -> Tensor:
+    """Return the rank's elements of a sharded tensor, in the same memory; or the tensor itself."""
+    elements: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return elements

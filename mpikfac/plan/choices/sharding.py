@@ -1,0 +1,92 @@
+"""Parameters of which each rank holds a shard, as `fully_shard` of torch distributes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpikfac.plan.choices.combinations import Combination, OneOf
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A trained parameter whose rows are distributed over ranks.
+
+    Attributes:
+        block: the layer or uncovered parameter that it belongs to.
+        elements: the number of elements of every rank's shard, which can be 0.
+    """
+
+    block: str
+    elements: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The trained parameters of a sharded model; none if every rank holds whole parameters.
+
+    Attributes:
+        shards: the number of shards of each parameter. With several replicas of the shards, each
+            one is held by this many consecutive ranks.
+    """
+
+    parameters: tuple[ShardedParameter, ...] = ()
+    shards: int = 1
+
+    def __bool__(self) -> bool:
+        return bool(self.parameters)
+
+    def sends(self, rank: int, owner: int) -> bool:
+        """Return whether a rank sends gradients to an owner, as the ranks of its replica do."""
+        return rank // self.shards == owner // self.shards
+
+    def gathered(self, owners: Mapping[str, int]) -> list[list[int]]:
+        """Return how many numbers every rank sends to every owner: its shards, and one per shard.
+
+        Args:
+            owners: the rank that computes the direction of every block.
+        """
+        by_owner = list(zip(*self.scattered(owners)))
+        ranks = range(len(by_owner))
+        return [[by_owner[r][owner] * self.sends(r, owner) for owner in ranks] for r in ranks]
+
+    def scattered(self, owners: Mapping[str, int]) -> list[list[int]]:
+        """Return how many numbers every owner sends to every rank: shards, and one per shard."""
+        ranks = range(len(self.parameters[0].elements))
+        of_owner = [[p for p in self.parameters if owners[p.block] == owner] for owner in ranks]
+        return [[sum(p.elements[rank] + 1 for p in own) for rank in ranks] for own in of_owner]
+
+
+SHARDED: tuple[Combination, ...] = (
+    Combination(
+        "fully_shard",
+        (True,),
+        {"assignment.shard_optimizer": True, "assignment.colocate_factors": True},
+        "the owner of a layer receives its gradient from all shards, and sends its direction back",
+    ),
+    Combination(
+        "fully_shard",
+        (True,),
+        {"transport.overlap": False, "transport.ranks_per_node": None, "refresh.servers": 0},
+        "shards are sent to owners by one message after the backward pass",
+    ),
+    Combination(
+        "fully_shard",
+        (True,),
+        {"compression.gradients": None},
+        "fully_shard has averaged the gradients",
+    ),
+    Combination(
+        "fully_shard",
+        (True,),
+        {"tp_size": 1},
+        "split layers have whole slices of weights on their ranks",
+    ),
+    Combination(
+        "fully_shard",
+        (True,),
+        {"fisher_type": OneOf(("empirical", "forward-only"))},
+        "fully_shard reduces the gradients of one backward pass, that of the loss",
+    ),
+)
+"""What a sharded model requires of the choices; `shard_optimizer` has requirements of its own."""

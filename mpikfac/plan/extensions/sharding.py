@@ -1,0 +1,44 @@
+"""The messages between the shards of a model and the owners of its layers."""
+
+from __future__ import annotations
+
+from mpikfac.plan import names
+from mpikfac.plan.messages import Message, message, rows
+from mpikfac.plan.of_rank import RankPlan, Stage
+
+
+def replaced(rank: RankPlan) -> dict[str, Stage]:
+    """Return the stages of a sharded model, of which no rank holds the whole."""
+    if not rank.sharding:
+        return {}
+    return {names.REDUCE_GRADIENTS: reduce_means, names.PUBLISH_WEIGHTS: publish_nothing}
+
+
+def reduce_means(rank: RankPlan, _turn: int | None = None) -> list[Message]:
+    """Return the reduction of votes and running statistics, which ranks hold as a whole."""
+    if rank.grid.count == 1:
+        return []
+    spans = rank.layouts.gradients.segments()[:1]
+    ranks, size = rank.grid.count, rank.itemsizes.numbers
+    return [message(names.REDUCE_GRADIENTS, "Allreduce", "world", spans, ranks, size)]
+
+
+def publish_nothing(_rank: RankPlan, _turn: int | None = None) -> list[Message]:
+    """Return no messages: the next forward pass gathers the weights that ranks have stepped."""
+    return []
+
+
+def gather_gradients(rank: RankPlan) -> list[Message]:
+    """Return the message that sends shards of averaged gradients to the owners of their layers."""
+    if not rank.sharding:
+        return []
+    counts = rank.sharding.gathered(rank.updaters)
+    return rows(names.GATHER_GRADIENTS, counts, rank.itemsizes.numbers, rank.rank)
+
+
+def scatter_directions(rank: RankPlan) -> list[Message]:
+    """Return the message that sends directions from owners to the shards."""
+    if not rank.sharding:
+        return []
+    counts = rank.sharding.scattered(rank.updaters)
+    return rows(names.SCATTER_DIRECTIONS, counts, rank.itemsizes.numbers, rank.rank)

@@ -1,0 +1,499 @@
+"""Models of which each rank holds a shard, by `fully_shard`, compared with whole models."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import mpikfac
+from mpikfac import AdamGrafting, Coverage, Estimator, KLClip, MemOpt, NoGrafting, Strategy
+from mpikfac.model import Joined
+from mpikfac.trace import Trace
+from support import problem
+
+RANKS = mpikfac.world().size
+LIMIT = datetime.timedelta(seconds=60)
+SHARDED = "sharded-optimizer"
+INTERVALS = {"factor_update_steps": 1, "inv_update_steps": 2}
+pytestmark = pytest.mark.skipif(problem.DEVICE.type != "cpu", reason="needs gloo on the CPU")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gloo(tmp_path_factory):
+    """Let torch.distributed connect the processes, too."""
+    comm = mpikfac.world()
+    place = comm.bcast(str(tmp_path_factory.mktemp("gloo")) if comm.rank == 0 else None)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{place}/store",
+        rank=comm.rank,
+        world_size=comm.size,
+        timeout=LIMIT,
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_gather(monkeypatch):
+    """Fail if a step gathers a sharded tensor; `whole` below may."""
+
+    def refuse(*_args, **_options):
+        raise AssertionError("a step must not gather whole tensors")
+
+    monkeypatch.setattr(DTensor, "full_tensor", refuse)
+    monkeypatch.setattr(DTensor, "redistribute", refuse)
+
+
+def whole(tensor):
+    """Return a tensor, gathered from the shards of all ranks if it has any."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    shards = [None] * mesh.size(mesh.ndim - 1)
+    distributed.all_gather_object(shards, tensor.to_local().clone(), mesh.get_group(mesh.ndim - 1))
+    return torch.cat(shards).view(tensor.shape)
+
+
+def images():
+    """Return a network with uneven and, on some ranks, empty shards, and its batches."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.Conv2d(3, 4, 3, stride=2, groups=1),
+        nn.Flatten(),
+        nn.Linear(36, 17),
+        nn.LayerNorm(17),
+        nn.Linear(17, 5),
+    )
+    return model.double()
+
+
+def single():
+    """Return a network with one tensor."""
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Flatten(), nn.Linear(128, 5, bias=False)).double()
+
+
+def transposed():
+    """Return a network with a transposed convolution and shared weights."""
+    torch.manual_seed(3)
+    shared = nn.Linear(8, 8)
+    return nn.Sequential(
+        nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 8),
+        shared,
+        nn.Tanh(),
+        shared,
+        nn.Linear(8, 5),
+    ).double()
+
+
+class Words(nn.Module):
+    """An embedding and an attention, on the signs of the pixels of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(3, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        tokens = self.embedding((x.flatten(1)[:, :6].sign() + 1).long())
+        return self.head(self.attention(tokens, tokens, tokens)[0].mean(1))
+
+
+def words():
+    """Return a network with an embedding and an attention."""
+    torch.manual_seed(4)
+    return Words().double()
+
+
+def by_root(model):
+    """Shard all parameters in one group."""
+    return fully_shard(model)
+
+
+def by_layer(model):
+    """Shard each layer with parameters, and then the model."""
+    for layer in model.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def by_blocks(model):
+    """Shard two blocks of layers, and then the model, whose own group is the remaining layers."""
+    fully_shard([*model.children()][:2])
+    fully_shard(model[5], reshard_after_forward=False)
+    return fully_shard(model)
+
+
+def trained(make, shard, steps=4, *, begin=None, loss=None, comm=None, **settings):
+    """Return the weights and buffers after some steps, and the trainer."""
+    model = make()
+    if shard is not None:
+        shard(model)
+    begin = begin or usual
+    settings = {"strategy": SHARDED} | INTERVALS | settings
+    optimizer = begin(model, comm=comm or mpikfac.over(), **settings)
+    for step in range(steps):
+        inputs, labels = problem.shards(step, RANKS)[distributed.get_rank()]
+        optimizer.zero_grad()
+        (loss or ordinary)(model, inputs, labels)
+        optimizer.step()
+    return state_of(model), optimizer.trainer
+
+
+def usual(model, **settings):
+    plain = isinstance(settings.get("grafting"), NoGrafting)
+    return mpikfac.KFACOptimizer(model, 0.01, momentum=0.0 if plain else None, **settings)
+
+
+def momentum(model, **settings):
+    """Return K-FAC with SGD, whose momentum and weight decay are on the shards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+    settings.setdefault("grafting", NoGrafting())
+    return mpikfac.Optimizer(mpikfac.KFAC(model, optimizer, **settings))
+
+
+def ordinary(model, inputs, labels):
+    F.cross_entropy(model(inputs), labels).backward()
+
+
+def state_of(model):
+    tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+    return torch.cat([whole(tensor).flatten() for tensor in tensors])
+
+
+def check_same(found, expected, bits=RANKS <= 2):
+    """Compare in bits on two ranks, where a sum has one order, and else within rounding."""
+    assert len(found) == len(expected)
+    if bits:
+        assert torch.equal(found, expected), (found - expected).abs().max()
+    else:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def in_replicas(model):
+    """Shard each layer over half of the ranks, or over one of them, with replicas of the shards."""
+    shards = RANKS // 2 if RANKS % 2 == 0 else 1
+    names = ("replicas", "shards")
+    mesh = distributed.init_device_mesh("cpu", (RANKS // shards, shards), mesh_dim_names=names)
+    for layer in model.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+CASES = {
+    "images, root": (images, by_root),
+    "images, layers": (images, by_layer),
+    "images, blocks": (images, by_blocks),
+    "one tensor": (single, by_root),
+    "transposed and shared": (transposed, by_root),
+    "attention": (words, by_root),
+    "replicas of shards": (images, in_replicas),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sharded_model_trains_like_a_whole_one(case):
+    """Oracle: the same strategy with whole weights, in bits on two ranks.
+
+    The norms of weights, which can limit steps, are sums over shards, and therefore rounded.
+    """
+    make, shard = CASES[case]
+    check_same(trained(make, shard)[0], trained(make, None)[0], bits=False)
+    no_limit = {"grafting": AdamGrafting(max_trust_ratio=math.inf)}
+    check_same(trained(make, shard, **no_limit)[0], trained(make, None, **no_limit)[0])
+
+
+def test_ranks_of_mpi_train_a_sharded_model(comm):
+    """Oracle: the same over the process group, in bits on two ranks."""
+    check_same(trained(images, by_layer, comm=comm)[0], trained(images, by_layer)[0])
+
+
+# -- what a step sends ---------------------------------------------------------------------------
+
+
+def test_a_step_sends_the_bytes_of_the_plan_by_two_exchanges(comm, monkeypatch):
+    """Oracle: the plan, and by hand: the numbers of rows, and one more per parameter and rank."""
+    trace = Trace()
+    _, kfac = trained(images, by_layer, comm=comm, trace=trace)
+    rank = comm.rank
+    planned = [m for step in range(4) for m in kfac.plan.messages(rank, True, step % 2 == 0, False)]
+    for stage in {*trace.sent, *(m.stage for m in planned)}:
+        assert trace.sent[stage] == sum(m.bytes for m in planned if m.stage == stage), stage
+    if RANKS == 1:
+        return
+    shards = [p.to_local().numel() + 1 for p in kfac.model.parameters()]
+    assert trace.sent["gather gradients"] == 4 * 8 * sum(shards)
+    calls = Counter(m.primitive for m in kfac.plan.messages(rank, True, True, False))
+    assert calls == {"Alltoallv": 2, "Allreduce": 1, "Reduce_scatter": 1}
+    assert trace.calls["gather gradients"] == trace.calls["scatter directions"] == 4
+
+
+# -- methods and batches -------------------------------------------------------------------------
+
+
+SETTINGS = {
+    "no grafting": {"grafting": NoGrafting(), "clip": KLClip(kl_clip=1e-3)},
+    "max_norm": {"max_norm": 0.01, "grafting": AdamGrafting(max_trust_ratio=math.inf)},
+    "rows": {"grafting": AdamGrafting(normalize_rows=True, max_trust_ratio=math.inf)},
+    "eigen, late": {
+        "preconditioner": "eigen",
+        "strategy": "deferred-sharded",
+        "grafting": NoGrafting(),
+    },
+    "all ranks average factors": {
+        "strategy": Strategy(MemOpt(shard_optimizer=True)),
+        "grafting": NoGrafting(),
+    },
+    "forward-only": {"estimator": Estimator(fisher_type="forward-only"), "grafting": NoGrafting()},
+    "skip": {"coverage": Coverage(skip=["0", "7"]), "grafting": NoGrafting()},
+    "soap": {"preconditioner": "soap"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_have_the_same_effect(name):
+    """Oracle: whole weights, in bits on two ranks; limits of lengths round the norms of weights."""
+    settings = SETTINGS[name]
+    bits = RANKS <= 2 and name not in ("max_norm", "soap")
+    found, expected = (trained(images, shard, **settings)[0] for shard in (by_layer, None))
+    check_same(found, expected, bits)
+
+
+@pytest.mark.parametrize(
+    "kind", [mpikfac.DistributedMuon, mpikfac.DistributedShampoo, mpikfac.DistributedSOAP]
+)
+def test_owners_need_no_factors_of_statistics(kind):
+    """Oracle: whole weights."""
+
+    def begin(model, **settings):
+        settings.pop("strategy")
+        return kind(model, 0.01, **settings | {"inv_update_steps": 2})
+
+    found, expected = (trained(images, shard, begin=begin)[0] for shard in (by_layer, None))
+    check_same(found, expected, bits=False)
+
+
+def test_other_optimizers_step_the_shards():
+    """Oracle: whole weights."""
+    found, expected = (trained(images, shard, begin=momentum)[0] for shard in (by_layer, None))
+    check_same(found, expected)
+
+
+def in_parts(model, inputs, labels):
+    """Accumulate the gradients of two halves of a batch, and reduce them once."""
+    halves = [*zip(inputs.chunk(2), labels.chunk(2))]
+    for number, half in enumerate(halves):
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(number == len(halves) - 1)
+        (F.cross_entropy(model(half[0]), half[1]) / 2).backward()
+
+
+def evaluated(model, inputs, labels):
+    """Evaluate the model after the backward pass, which leaves it with whole weights."""
+    ordinary(model, inputs, labels)
+    with torch.no_grad():
+        model.eval()(inputs)
+    model.train()
+
+
+LOSSES = {"in parts": in_parts, "evaluated": evaluated}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("shard", [by_root, by_layer])
+def test_passes_of_a_program_have_the_same_effect(name, shard):
+    """Oracle: whole weights, in bits on two ranks."""
+    settings = {"loss": LOSSES[name], "grafting": NoGrafting(), "preconditioner": "eigen"}
+    check_same(trained(images, shard, **settings)[0], trained(images, None, **settings)[0])
+
+
+class Branches(nn.Module):
+    """Two layers, of which a batch uses one, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.frozen = (nn.Linear(128, 5) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        layer = self.first if self.calls < 3 else self.second
+        return layer(x.flatten(1)) + self.frozen(x.flatten(1))
+
+
+def branches():
+    torch.manual_seed(5)
+    return Branches().double()
+
+
+@pytest.mark.parametrize("shard", [by_root, by_layer])
+def test_a_layer_without_gradient_and_a_frozen_one(shard):
+    """Oracle: whole weights."""
+    check_same(trained(branches, shard)[0], trained(branches, None)[0], bits=False)
+
+
+def test_a_gradient_that_is_not_finite_is_not_stepped():
+    """Oracle: whole weights; the other layers are stepped on all ranks."""
+
+    def spoiled(model, inputs, labels):
+        ordinary(model, inputs, labels)
+        for gradient in [model[7].weight.grad] * (spoiled.steps == 1):
+            gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if distributed.get_rank() == 0:
+                gradient[0] = math.nan
+        spoiled.steps += 1
+
+    states = []
+    for shard in (by_layer, None):
+        spoiled.steps = 0
+        states.append(trained(images, shard, loss=spoiled, grafting=NoGrafting())[0])
+    check_same(*states)
+    assert states[0].isfinite().all()
+
+
+def test_a_change_of_the_trained_parameters_is_adopted():
+    """Oracle: whole weights."""
+
+    def freezing(model, inputs, labels):
+        freezing.steps += 1
+        model[5].requires_grad_(freezing.steps != 2)
+        ordinary(model, inputs, labels)
+
+    states = []
+    for shard in (by_layer, None):
+        freezing.steps = 0
+        states.append(trained(images, shard, loss=freezing, grafting=NoGrafting())[0])
+    check_same(*states)
+
+
+def test_passes_in_bfloat16():
+    """Oracle: autocast's rounding cannot be repeated, so the loss falls as in float32."""
+
+    def run(policy):
+        losses = []
+
+        def loss(model, inputs, labels):
+            value = F.cross_entropy(model(inputs.float()).float(), labels)
+            value.backward()
+            assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
+            losses.append(value.item())
+
+        def shard(model):
+            for layer in model.float().children():
+                if any(True for _ in layer.parameters()):
+                    fully_shard(layer, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+
+        _, kfac = trained(single, shard, 8, loss=loss)
+        assert "1 layers covered" in repr(kfac)
+        return torch.tensor(losses)
+
+    rounded = run(MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    torch.testing.assert_close(rounded, run(MixedPrecisionPolicy()), rtol=0.05, atol=0.02)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+def steps(optimizer, comm, numbers):
+    """Take steps with the same batches on any number of ranks, and return the weights."""
+    model = optimizer.trainer.model
+    for step in numbers:
+        inputs, labels = problem.shards(step, comm.size)[comm.rank]
+        optimizer.zero_grad()
+        ordinary(model, inputs, labels)
+        optimizer.step()
+    return model
+
+
+def begun(shard, begin, comm):
+    """Return a new optimizer, with other weights than the saved ones."""
+    model = images()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    if shard is not None:
+        shard(model)
+    return begin(model, comm=comm, strategy=SHARDED, **INTERVALS)
+
+
+@pytest.mark.parametrize("begin", [usual, momentum])
+@pytest.mark.parametrize("shard", [by_layer, None, in_replicas])
+def test_a_checkpoint_resumes_with_shards_and_without(comm, shard, begin, tmp_path_factory):
+    """Oracle: the run that was not interrupted, whose checkpoint is that of shards or of others."""
+    root = comm.bcast(tmp_path_factory.mktemp("sharded") if comm.rank == 0 else None)
+    group, other = mpikfac.over(), None if shard else by_layer
+    saved = begun(shard, begin, group)
+    steps(saved, group, range(3))
+    path = mpikfac.save_checkpoint(comm, root, saved.trainer.state_dict(), 3)
+    expected = state_of(steps(saved, group, range(3, 6)))
+    for loaded in (begun(shard, begin, group), begun(other, begin, group)):
+        loaded.trainer.load_state_dict(mpikfac.load_checkpoint(comm, path))
+        check_same(state_of(steps(loaded, group, range(3, 6))), expected, bits=False)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_checkpoint_of_all_ranks_is_loaded_by_fewer(comm, sharded, tmp_path_factory):
+    """Oracle: the weights and the momenta of the checkpoint, whichever rows the ranks have."""
+    root = comm.bcast(tmp_path_factory.mktemp("sharded") if comm.rank == 0 else None)
+    saved = begun(by_layer, momentum, mpikfac.over())
+    steps(saved, mpikfac.over(), range(2))
+    path = mpikfac.save_checkpoint(comm, root, saved.trainer.state_dict(), 2)
+    expected = everything(saved.trainer, comm)
+    fewer = max(1, RANKS - 1)
+    mesh = distributed.DeviceMesh("cpu", [*range(fewer)])
+    if comm.rank >= fewer:
+        return
+    group = mpikfac.over(mesh.get_group())
+    shard = partial(fully_shard, mesh=mesh) if sharded else None
+    loaded = begun(shard, momentum, group)
+    loaded.trainer.load_state_dict(mpikfac.load_checkpoint(group, path))
+    found = everything(loaded.trainer, group)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def everything(trainer, comm):
+    """Return the whole tensors of the state of all ranks."""
+    states = comm.allgather({k: v for k, v in trainer.state_dict().items() if torch.is_tensor(v)})
+    joined = Joined({name: value for state in states for name, value in state.items()})
+    return {name: joined[name].clone() for name in joined}
+
+
+def test_the_state_dict_of_the_optimizer_is_the_ranks_own(comm):
+    """Oracle: the run that was not interrupted."""
+    group = mpikfac.over()
+    saved = begun(by_layer, momentum, group)
+    steps(saved, group, range(3))
+    model, state = saved.trainer.model.state_dict(), saved.state_dict()
+    model, state = ({k: _copy(v) for k, v in one.items()} for one in (model, state))
+    expected = state_of(steps(saved, group, range(3, 5)))
+    loaded = begun(by_layer, momentum, group)
+    loaded.trainer.model.load_state_dict(model)
+    loaded.load_state_dict(state)
+    check_same(state_of(steps(loaded, group, range(3, 5))), expected)
+
+
+def _copy(value):
+    return value.clone() if torch.is_tensor(value) else value
