@@ -35,7 +35,7 @@ def damped(jacobian, target, damping, start=0.0):
 # -- rows ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [256, 3])
+@pytest.mark.parametrize("chunk", [128, 3])
 def test_products_are_those_of_the_dense_jacobian(monkeypatch, chunk):
     """Oracle: the Jacobian of residuals with nested derivatives, by torch.func."""
     monkeypatch.setattr("mpikfac.lab.sample_space.products.CHUNK", chunk)
