@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
+import mpikfac
 from mpikfac.lab import Jet, jet
 
 POINTS, INPUTS = 7, 3
@@ -212,11 +213,11 @@ def test_what_has_no_rule_is_refused_by_name(function, words):
 def test_jets_and_tensors_of_other_shapes_are_refused():
     """Oracle: shapes that a tensor would broadcast over points."""
     x = jet(points())
-    with pytest.raises(ValueError, match="other directions or another number of dimensions"):
+    with pytest.raises(ValueError, match="equal numbers of directions and of dim"):
         x + x[:, 0]
-    with pytest.raises(ValueError, match="other directions"):
+    with pytest.raises(ValueError, match="equal numbers"):
         x * jet(points(), directions(2))
-    with pytest.raises(ValueError, match="more dimensions than Jet"):
+    with pytest.raises(ValueError, match="not have more dimensions than Jet"):
         x[:, 0] * points()
     with pytest.raises(AttributeError, match="no attribute 'stream'"):
         x.stream  # noqa: B018
@@ -235,6 +236,17 @@ def test_points_and_directions_have_shapes(x, ways, words):
     """Oracle: shapes by hand."""
     with pytest.raises(ValueError, match=words):
         jet(x, ways)
+
+
+def test_kfac_refuses_jets():
+    """Oracle: the layer's name; a factor would count the bias in all streams."""
+    model = network(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)))
+    optimizer = mpikfac.KFACOptimizer(model)
+    with pytest.raises(TypeError, match="layer '0': a Jet is not a tensor and not covered; .*skip"):
+        model(jet(points()))
+    model.eval()
+    assert model(jet(points())).value.shape == (POINTS,)
+    optimizer.trainer.close()
 
 
 def test_a_rule_can_be_added(monkeypatch):
