@@ -23,7 +23,7 @@ class Network(nn.Module):
     def forward(self, x):
         h = torch.tanh(self.first(x))
         h = h + torch.tanh(self.middle(h))
-        return self.last(torch.tanh(self.middle(h)))
+        return self.last(input=torch.tanh(self.middle(h)))
 
 
 def network(seed=0):
