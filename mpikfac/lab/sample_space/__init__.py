@@ -1,0 +1,1 @@
+"""Gauss-Newton steps in the space of residuals, for equations and least squares."""

@@ -1,0 +1,425 @@
+"""Values of a model with first and second derivatives along directions, in forward mode.
+
+A `Jet` passes through a plain torch model by `__torch_function__`: each function that the model
+calls has a rule for all streams at once. A linear layer therefore sees the streams of a point as
+positions that share its weight, and one ordinary backward pass yields derivatives by the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Rule = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""A function of a value, and of other arguments, that returns f, f' and f'' at each element."""
+
+
+def jet(x: Tensor, directions: Tensor | None = None) -> Jet:
+    """Return points with directions, for a model that then returns its derivatives along them.
+
+        u = model(mpikfac.lab.jet(x))
+        residual = u.second.sum(1) - f(x)  # the Laplacian
+
+    The mixed derivative along e1 and e2 is a quarter of the difference of the second derivatives
+    along e1 + e2 and e1 - e2. Tensors that a model combines with jets count as constants.
+
+    Args:
+        x: points, `[points, inputs]`, in floating point.
+        directions: `[directions, inputs]`, or `[points, directions, inputs]` if they depend on the
+            point, as normals do; None for the axes.
+
+    Raises:
+        ValueError: the shapes or the dtype are others.
+    """
+    if x.ndim != 2 or not x.is_floating_point():
+        raise ValueError(f"x of {x.dtype} {list(x.shape)} must be floating point [points, inputs]")
+    if directions is None:
+        directions = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    if directions.ndim not in (2, 3) or directions.shape[-1] != x.shape[1]:
+        raise ValueError(
+            f"directions {list(directions.shape)} must be [directions, {x.shape[1]}], or "
+            f"[{len(x)}, directions, {x.shape[1]}]"
+        )
+    first = directions.to(x).expand(len(x), -1, -1)
+    return Jet(torch.cat([x[:, None], first, torch.zeros_like(first)], 1))
+
+
+class Jet:
+    """Values of functions of points, with first and second derivatives along k directions.
+
+    It takes the place of a tensor `[points, ...]` in a model. `Jet.rules` contains the functions of
+    single elements by the name of the torch function; add others as
+
+        Jet.rules["erf"] = lambda v: (f, first, second)  # tensors of the shape of v
+
+    Args:
+        streams: `[points, 1 + 2k, ...]`: the value, k first and k second derivatives.
+    """
+
+    rules: ClassVar[dict[str, Rule]] = {}
+
+    def __init__(self, streams: Tensor) -> None:
+        self.streams = streams
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Apply the rule of a torch function.
+
+        Raises:
+            NotImplementedError: the function has no rule.
+        """
+        return _call(function.__name__, *args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a method of tensors, such as `tanh`."""
+        if name.startswith("_") or not callable(getattr(Tensor, name, None)):
+            raise AttributeError(f"a jet has no attribute {name!r}")
+        return partial(_call, name, self)
+
+    @property
+    def directions(self) -> int:
+        """The number k of directions."""
+        return self.streams.shape[1] // 2
+
+    @property
+    def value(self) -> Tensor:
+        """The values, `[points, features]`; `[points]` for a single feature."""
+        return self._single[:, 0]
+
+    @property
+    def first(self) -> Tensor:
+        """The first derivatives, `[points, k, features]`; `[points, k]` for a single feature."""
+        return self._single[:, 1 : 1 + self.directions]
+
+    @property
+    def second(self) -> Tensor:
+        """The second derivatives, of the shape of `first`."""
+        return self._single[:, 1 + self.directions :]
+
+    @property
+    def _single(self) -> Tensor:
+        """The streams, without the dimension of a single feature."""
+        single = self.streams.ndim == 3 and self.streams.shape[2] == 1
+        return self.streams[..., 0] if single else self.streams
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the values in the model, `[points, ...]`, also of a single feature."""
+        return torch.Size((self.streams.shape[0], *self.streams.shape[2:]))
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the values in the model."""
+        return self.streams.ndim - 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of values and derivatives."""
+        return self.streams.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of values and derivatives."""
+        return self.streams.device
+
+    def __len__(self) -> int:
+        return len(self.streams)
+
+    def __repr__(self) -> str:
+        return f"Jet({list(self.shape)}, directions={self.directions}, dtype={self.dtype})"
+
+    def __getitem__(self, index: Any) -> Jet:
+        return _select(self, index)
+
+    def __neg__(self) -> Jet:
+        return Jet(-self.streams)
+
+    def __add__(self, other: Any) -> Jet:
+        return _add(self, other)
+
+    def __sub__(self, other: Any) -> Jet:
+        return _add(self, -other)
+
+    def __rsub__(self, other: Any) -> Jet:
+        return _add(-self, other)
+
+    def __mul__(self, other: Any) -> Jet:
+        return _multiply(self, other)
+
+    def __truediv__(self, other: Any) -> Jet:
+        return _divide(self, other)
+
+    def __rtruediv__(self, other: Any) -> Jet:
+        return _divide(other, self)
+
+    def __pow__(self, exponent: Any) -> Jet:
+        return _call("pow", self, exponent)
+
+    def __matmul__(self, matrix: Any) -> Jet:
+        return _matmul(self, matrix)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+def _call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Apply the rule of a torch function by name."""
+    if name in FUNCTIONS:
+        return FUNCTIONS[name](*args, **kwargs)
+    if name in Jet.rules and isinstance(args[0], Jet):
+        return _elementwise(Jet.rules[name], *args, **kwargs)
+    raise NotImplementedError(
+        f"a jet has no rule for torch's {name!r}; use a smooth function of {', '.join(FUNCTIONS)}, "
+        f"{', '.join(Jet.rules)}, or add Jet.rules[{name!r}], a function of the value that returns "
+        f"f, f' and f''"
+    )
+
+
+# -- functions of several elements -----------------------------------------------------------------
+
+
+def _linear(x: Any, weight: Any, bias: Tensor | None = None) -> Jet:
+    """Apply a linear layer; its bias is a part of the value only."""
+    if not isinstance(x, Jet) or isinstance(weight, Jet) or x.ndim < 2:
+        raise NotImplementedError("linear needs a jet [points, ..., inputs] and a plain weight")
+    streams = F.linear(x.streams, weight)
+    return Jet(streams if bias is None else streams + _constant(x, bias))
+
+
+def _matmul(x: Any, matrix: Any) -> Jet:
+    if not isinstance(matrix, Tensor) or matrix.ndim != 2:
+        raise NotImplementedError("a jet [points, ..., inputs] can be multiplied by a matrix only")
+    return _linear(x, matrix.T)
+
+
+def _add(x: Any, y: Any, *, alpha: float = 1) -> Jet:
+    y = y if alpha == 1 else y * alpha
+    x, y = (x, y) if isinstance(x, Jet) else (y, x)
+    return Jet(x.streams + (_matching(x, y).streams if isinstance(y, Jet) else _constant(x, y)))
+
+
+def _subtract(x: Any, y: Any, *, alpha: float = 1) -> Jet:
+    return _add(x, y * -alpha)
+
+
+def _multiply(x: Any, y: Any) -> Jet:
+    if not isinstance(x, Jet):
+        x, y = y, x
+    if not isinstance(y, Jet):
+        return Jet(x.streams * _aligned(x, y))
+    (a, a1, a2), (b, b1, b2) = _parts(x), _parts(_matching(x, y))
+    return Jet(torch.cat([a * b, a1 * b + a * b1, a2 * b + 2 * a1 * b1 + a * b2], 1))
+
+
+def _divide(x: Any, y: Any) -> Jet:
+    if isinstance(y, Jet):
+        return _multiply(x, _elementwise(_power, y, -1))
+    return Jet(x.streams / _aligned(x, y))
+
+
+def _select(x: Jet, index: Any) -> Jet:
+    """Return a part of the features."""
+    index = index if isinstance(index, tuple) else (index,)
+    if index[0] is not Ellipsis:
+        if index[0] != slice(None):
+            raise NotImplementedError("select points before `jet`: an index begins with : or ...")
+        index = (slice(None), *index)
+    elif len(index) > x.ndim:
+        raise NotImplementedError("select points before `jet`: the index has too many parts")
+    return Jet(x.streams[index])
+
+
+def _join(function: Callable[..., Tensor], more: int, tensors: Sequence[Any], dim: int = 0) -> Jet:
+    """Join jets, and tensors as constants, along a dimension of the features.
+
+    Args:
+        more: the number of dimensions that the result has more than the tensors.
+    """
+    like = next(each for each in tensors if isinstance(each, Jet))
+    dim = _dimension(dim, like.ndim + more)
+    all_streams = [
+        _matching(like, each).streams
+        if isinstance(each, Jet)
+        else _constant(like, each).expand(len(like), -1, *each.shape[1:])
+        for each in tensors
+    ]
+    return Jet(function(all_streams, dim))
+
+
+def _along(function: Callable[..., Tensor], more: int, x: Jet, dim: int = 0, **kwargs: Any) -> Jet:
+    """Apply a linear function along a dimension of the features."""
+    return Jet(function(x.streams, _dimension(dim, x.ndim + more), **kwargs))
+
+
+def _dimension(dim: int, ndim: int) -> int:
+    """Return the dimension of streams for a dimension of values.
+
+    Raises:
+        NotImplementedError: it is that of the points.
+    """
+    if not -ndim < dim < ndim or dim == 0:
+        raise NotImplementedError(f"dim={dim} of a jet must be in [1, {ndim}); points stay apart")
+    return dim % ndim + 1
+
+
+def _parts(x: Jet) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the value, and the first and second derivatives, `[points, 1 or k, ...]`."""
+    k = x.directions
+    return x.streams[:, :1], x.streams[:, 1 : 1 + k], x.streams[:, 1 + k :]
+
+
+def _matching(x: Jet, y: Jet) -> Jet:
+    """Return y, which has as many directions and dimensions as x.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if (x.directions, x.ndim) != (y.directions, y.ndim):
+        raise ValueError(f"{x} and {y} must have equal numbers of directions and of dimensions")
+    return y
+
+
+def _aligned(x: Jet, constant: Any) -> Any:
+    """Return a constant whose dimensions are those of the streams of x.
+
+    Raises:
+        ValueError: it has more dimensions than the value of x.
+    """
+    if not isinstance(constant, Tensor) or constant.ndim < x.ndim:
+        return constant
+    if constant.ndim > x.ndim:
+        raise ValueError(
+            f"a tensor {list(constant.shape)} must not have more dimensions than {x}; give it the "
+            f"shape of the features"
+        )
+    return constant[:, None]
+
+
+def _constant(x: Jet, constant: Any) -> Tensor:
+    """Return the streams of a constant, whose derivatives are zero."""
+    aligned = torch.as_tensor(_aligned(x, constant), dtype=x.dtype, device=x.device)
+    aligned = aligned.reshape((1,) * (x.streams.ndim - aligned.ndim) + aligned.shape)
+    return F.pad(aligned, (0, 0) * (x.streams.ndim - 2) + (0, 2 * x.directions))
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "add": _add,
+    "sub": _subtract,
+    "rsub": lambda x, y: _add(-x, y),
+    "neg": lambda x: -x,
+    "mul": _multiply,
+    "div": _divide,
+    "true_divide": _divide,
+    "cat": partial(_join, torch.cat, 0),
+    "stack": partial(_join, torch.stack, 1),
+    "sum": partial(_along, torch.sum, 0),
+    "mean": partial(_along, torch.mean, 0),
+    "squeeze": partial(_along, torch.squeeze, 0),
+    "unsqueeze": partial(_along, torch.unsqueeze, 1),
+    "size": lambda x, dim=None: x.shape if dim is None else x.shape[dim],
+    "dim": lambda x: x.ndim,
+}
+"""What a model can do with jets, by the name of the torch function."""
+
+
+# -- functions of single elements ------------------------------------------------------------------
+
+
+def _elementwise(rule: Rule, x: Jet, *args: Any, inplace: bool = False, **kwargs: Any) -> Jet:
+    """Apply a function to each element, with its derivatives by the chain rule."""
+    if inplace:
+        raise NotImplementedError("a jet cannot be changed in place; set inplace=False")
+    value, first, second = _parts(x)
+    f, d, dd = rule(value, *args, **kwargs)
+    return Jet(torch.cat([f, d * first, d * second + dd * first.square()], 1))
+
+
+def _tanh(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    f = torch.tanh(v)
+    d = 1 - f * f
+    return f, d, -2 * f * d
+
+
+def _sin(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    f = torch.sin(v)
+    return f, torch.cos(v), -f
+
+
+def _cos(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    f = torch.cos(v)
+    return f, -torch.sin(v), -f
+
+
+def _exp(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    f = torch.exp(v)
+    return f, f, f
+
+
+def _sigmoid(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    f = torch.sigmoid(v)
+    d = f * (1 - f)
+    return f, d, d * (1 - 2 * f)
+
+
+def _silu(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    f, d, dd = _sigmoid(v)
+    return v * f, f + v * d, 2 * d + v * dd
+
+
+def _softplus(v: Tensor, beta: float = 1, threshold: float = 20) -> tuple[Tensor, Tensor, Tensor]:
+    s, d, _ = _sigmoid(beta * v)
+    smooth = beta * v <= threshold  # beyond, torch's softplus is the identity
+    return F.softplus(v, beta, threshold), torch.where(smooth, s, 1), beta * d * smooth
+
+
+def _gelu(v: Tensor, approximate: str = "none") -> tuple[Tensor, Tensor, Tensor]:
+    if approximate == "tanh":
+        c, cubic = math.sqrt(2 / math.pi), 0.044715
+        t, d, dd = _tanh(c * (v + cubic * v**3))
+        inner, curved = c * (1 + 3 * cubic * v * v), 6 * c * cubic * v
+        d, dd = d * inner, dd * inner.square() + d * curved
+        return v * (1 + t) / 2, (1 + t + v * d) / 2, d + v * dd / 2
+    cumulative = (1 + torch.erf(v / math.sqrt(2))) / 2
+    density = torch.exp(-v * v / 2) / math.sqrt(2 * math.pi)
+    return v * cumulative, cumulative + v * density, (2 - v * v) * density
+
+
+def _power(v: Tensor, exponent: float) -> tuple[Tensor, Tensor, Tensor]:
+    if not isinstance(exponent, int | float):
+        raise NotImplementedError("the exponent of a jet must be a number")
+    f = v**exponent
+    factors = exponent, exponent * (exponent - 1)  # no power of zero where the factor is zero
+    d, dd = (
+        factor * v ** (exponent - order) if factor else torch.zeros_like(v)
+        for order, factor in enumerate(factors, 1)
+    )
+    return f, d, dd
+
+
+Jet.rules |= {
+    "tanh": _tanh,
+    "sin": _sin,
+    "cos": _cos,
+    "exp": _exp,
+    "sigmoid": _sigmoid,
+    "silu": _silu,
+    "softplus": _softplus,
+    "gelu": _gelu,
+    "pow": _power,
+    "square": partial(_power, exponent=2),
+    "reciprocal": partial(_power, exponent=-1),
+}
