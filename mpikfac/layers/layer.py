@@ -146,7 +146,16 @@ class Layer:
         return [module.register_forward_hook(hook, with_kwargs=True, prepend=True)]
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """Return the input and the hook of a module call; None without a backward pass."""
+        """Return the input and the hook of a module call; None without a backward pass.
+
+        Raises:
+            TypeError: the output is no tensor.
+        """
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"layer {self.name!r}: a {type(output).__name__} is not a tensor and not covered; "
+                f"pass tensors, or train the layer first-order with {skipping([self.path])}"
+            )
         # The hook is on the graph, not on the module: an in-place activation after a layer
         # breaks module backward hooks, and a pass without a backward records nothing.
         if not output.requires_grad:

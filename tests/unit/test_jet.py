@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
+import mpikfac
 from mpikfac.lab import Jet, jet
 
 POINTS, INPUTS = 7, 3
@@ -235,6 +236,17 @@ def test_points_and_directions_have_shapes(x, ways, words):
     """Oracle: shapes by hand."""
     with pytest.raises(ValueError, match=words):
         jet(x, ways)
+
+
+def test_kfac_refuses_jets():
+    """Oracle: the layer's name; a factor would count the bias in all streams."""
+    model = network(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)))
+    optimizer = mpikfac.KFACOptimizer(model)
+    with pytest.raises(TypeError, match="layer '0': a Jet is not a tensor and not covered; .*skip"):
+        model(jet(points()))
+    model.eval()
+    assert model(jet(points())).value.shape == (POINTS,)
+    optimizer.trainer.close()
 
 
 def test_a_rule_can_be_added(monkeypatch):
