@@ -36,6 +36,8 @@ from .robust.config import Safeguard as Safeguard
 from .robust.config import TrimmedMean as TrimmedMean
 from .sample_space.jet import Jet as Jet
 from .sample_space.jet import jet as jet
+from .sample_space.sample_space import SampleSpace as SampleSpace
+from .sample_space.terms import Term as Term
 from .tensor_parallel.rows import layer_calls as layer_calls
 from .tensor_parallel.split import SplitLayers as SplitLayers
 from .tensor_parallel.split import split_layers as split_layers

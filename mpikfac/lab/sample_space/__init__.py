@@ -1,1 +1,1 @@
-"""Gauss-Newton steps in the space of residuals, for equations and their derivatives."""
+"""Gauss-Newton in the space of residuals, for equations and least squares."""

@@ -1,0 +1,67 @@
+"""Compute products with the Jacobian of residuals from its recorded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mpikfac.lab.sample_space.records import Block, Rows
+
+CHUNK = 256
+"""Rows that are multiplied at a time, so that products of their streams stay small."""
+
+
+def chunks(rows: Rows) -> Iterator[Rows]:
+    """Yield parts of the rows, of at most `CHUNK` rows each."""
+    for start in range(0, len(rows[0].a), CHUNK):
+        yield [block.part(slice(start, start + CHUNK)) for block in rows]
+
+
+def gram(left: Sequence[Rows], right: Sequence[Rows]) -> Tensor:
+    """Return the inner products of rows, `[left, right]`.
+
+    If both are the same sequence, only half of the products are computed.
+    """
+    counts = [[len(rows[0].a) for rows in side] for side in (left, right)]
+    total = left[0][0].a.new_zeros(sum(counts[0]), sum(counts[1])) if left else torch.empty(0, 0)
+    lines = [line.split(counts[1], 1) for line in total.split(counts[0])]
+    for i, rows in enumerate(left):
+        for j, others in enumerate(right):
+            if left is right and j < i:
+                lines[i][j].copy_(lines[j][i].T)
+            else:
+                for block, other in zip(rows, others):
+                    lines[i][j].add_(_inner(block, other))
+    return total
+
+
+def _inner(left: Block, right: Block) -> Tensor:
+    """Return the inner products of rows in one matrix, in the cheaper of two ways.
+
+    `(sum g a^T) . (sum h b^T)` is the sum over pairs of streams of `(a . b) (g . h)`; with many
+    streams in a small layer, the rows are multiplied as they are.
+    """
+    (inputs, outputs), pairs = (left.a.shape[2], left.g.shape[2]), left.streams * right.streams
+    if pairs * (inputs + outputs) > inputs * outputs:
+        return left.matrix @ right.matrix.T
+    a = left.a.flatten(0, 1) @ right.a.flatten(0, 1).T
+    g = left.g.flatten(0, 1) @ right.g.flatten(0, 1).T
+    shape = len(left.a), left.streams, len(right.a), right.streams
+    return a.mul_(g).view(shape).sum((1, 3))
+
+
+def along(rows: Rows, matrices: Sequence[Tensor]) -> Tensor:
+    """Return the products of rows with a vector, given as matrices: `J v`, `[rows]`."""
+    total = rows[0].a.new_zeros(len(rows[0].a))
+    for block, matrix in zip(rows, matrices):
+        total += ((block.a @ matrix.T) * block.g).sum((1, 2))
+    return total
+
+
+def combine(rows: Rows, coefficients: Tensor, matrices: Sequence[Tensor]) -> None:
+    """Add a combination of rows, `J^T coefficients`, to matrices."""
+    for block, matrix in zip(rows, matrices):
+        g = (block.g * coefficients[:, None, None]).flatten(0, 1)
+        matrix.addmm_(g.T, block.a.flatten(0, 1))

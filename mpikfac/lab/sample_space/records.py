@@ -1,0 +1,257 @@
+"""Record the rows of the residuals' Jacobian as products of vectors that layers receive.
+
+The row of a residual in a linear layer is the sum of `g a^T` over the streams of its point: value
+and derivatives of a jet, positions, and calls. One backward pass of the summed residuals yields the
+vectors of all points, because points are independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac.lab.sample_space.jet import Jet
+from mpikfac.lab.sample_space.parameters import F64, Parameters
+from mpikfac.lab.sample_space.terms import Term
+from mpikfac.numerics import in_transform, listen
+
+JET = "take derivatives by the inputs from model(mpikfac.lab.jet(x)) instead"
+TOLERANCE = {torch.float32: 1e-3, F64: 1e-6}
+"""The largest relative difference between a recorded row and autograd's."""
+
+
+class Block:
+    """Rows of the Jacobian in one matrix of parameters, as vectors.
+
+    Attributes:
+        a: the inputs of the matrix, `[rows, streams, inputs]`, in float64.
+        g: the gradients of the residuals at its outputs, `[rows, streams, outputs]`.
+    """
+
+    def __init__(self, a: Tensor, g: Tensor) -> None:
+        self.a, self.g = a, g
+
+    @property
+    def streams(self) -> int:
+        """The number of products whose sum is a row."""
+        return self.a.shape[1]
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """The rows themselves, `[rows, outputs * inputs]`."""
+        return (self.g.mT @ self.a).flatten(1)
+
+    def part(self, rows: slice) -> Block:
+        """Return some of the rows."""
+        return Block(self.a[rows], self.g[rows])
+
+
+Rows = Sequence[Block]
+"""Rows of the Jacobian: a block for each matrix of `Parameters`."""
+
+
+@dataclass
+class Call:
+    """A call of a layer: the inputs, and gradients at the outputs, by column of the residuals."""
+
+    a: Tensor
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Tape:
+    """Record the calls of layers in a residual function, and the gradients in backward passes.
+
+    Attributes:
+        calls: the calls of each layer.
+        column: the column of residuals whose backward pass runs; None while the function runs.
+    """
+
+    def __init__(self, parameters: Parameters, term: Term) -> None:
+        self.calls: dict[str, list[Call]] = {name: [] for name in parameters.layers}
+        self.column: int | None = None
+        self._layers, self._term = parameters.layers, term
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Return a context in which calls are recorded."""
+        hooks = [
+            layer.register_forward_hook(partial(self._on_forward, name))
+            for name, layer in self._layers.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.column = NO_COLUMN
+
+    def _on_forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
+        if in_transform():
+            raise ValueError(
+                f"term {self._term.name!r} calls layer {name!r} under torch.func, which hides the "
+                f"derivatives from the layer; {JET}"
+            )
+        x = inputs[0]
+        if isinstance(x, Jet):
+            a, out = x.streams, out.streams
+            one = a.new_zeros(a.shape[1])
+            one[0] = 1.0  # derivatives of the bias vanish
+        else:
+            a = x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+            one = a.new_ones(a.shape[1])
+        if len(a) != self._term.count:
+            raise ValueError(
+                f"term {self._term.name!r} calls layer {name!r} with {len(a)} rows for "
+                f"{self._term.count} points; pass one row per point, and call the model several "
+                f"times for several inputs of a point"
+            )
+        a = a.detach()
+        if module.bias is not None:
+            a = torch.cat([a, one[:, None].expand(len(a), -1, 1)], 2)
+        call = Call(a)
+        self.calls[name].append(call)
+        listen(out, partial(self._on_gradient, name, call))
+
+    def _on_gradient(self, name: str, call: Call, g: Tensor) -> None:
+        if self.column is None:
+            raise ValueError(
+                f"term {self._term.name!r} takes a backward pass through layer {name!r}, which "
+                f"hides a part of the weight's gradient; {JET}"
+            )
+        call.gradients[self.column] = g.detach().view(*call.a.shape[:2], -1)
+
+    def blocks(self, name: str, columns: int) -> Iterator[Block]:
+        """Yield the block of each column of residuals in a layer, with the streams of all calls."""
+        calls = [call for call in self.calls[name] if call.gradients]
+        layer = self._layers[name]
+        count, inputs = self._term.count, layer.in_features + (layer.bias is not None)
+        empty = (
+            layer.weight.new_empty(count, 0, inputs),
+            layer.weight.new_empty(count, 0, layer.out_features),
+        )
+        for column in range(columns):
+            pairs = [(c.a, c.gradients[column]) for c in calls if column in c.gradients]
+            a, g = (torch.cat(side, 1) for side in zip(empty, *pairs))
+            yield Block(a.to(F64), g.to(F64))
+
+
+NO_COLUMN = -1
+"""The column of backward passes that are not recorded."""
+
+
+def record(
+    model: nn.Module, parameters: Parameters, term: Term, scale: float, check: bool
+) -> tuple[Rows, Tensor]:
+    """Return the rows of the Jacobian at a rank's points, and the residuals, `[rows]`.
+
+    Rows are ordered by column of the residuals, then by point, and multiplied by `scale`.
+
+    Collective over: none.
+
+    Args:
+        check: compare two rows with autograd's.
+
+    Raises:
+        ValueError: the function's residuals cannot be recorded, or a row differs from autograd's.
+    """
+    if not term.count:
+        return _empty(parameters)
+    tape = Tape(parameters, term)
+    with torch.enable_grad():
+        with tape.recording():
+            found = term.values(model) * scale
+        if not found.requires_grad:
+            raise ValueError(
+                f"the residuals of term {term.name!r} do not depend on a trained parameter; "
+                f"remove the term, and keep no_grad() and detach() out of it"
+            )
+        if wrong := int((~found.isfinite()).any(1).sum()):
+            raise ValueError(
+                f"residuals of term {term.name!r} are not finite at {wrong} points; check the "
+                f"function there, and the model's weights"
+            )
+        columns = found.T.contiguous()  # [k, points]
+        also = _also(columns.flatten(), parameters.also)
+        tensors = parameters.tensors
+        for number, column in enumerate(columns):
+            tape.column = number
+            torch.autograd.grad(column.sum(), tensors, retain_graph=True, allow_unused=True)
+        tape.column = NO_COLUMN
+        rows = [_joined([*tape.blocks(name, len(columns))]) for name in parameters.layers] + also
+        if check:
+            _check(columns.flatten(), rows, parameters, term)
+    return rows, columns.detach().flatten().to(F64)
+
+
+def _empty(parameters: Parameters) -> tuple[Rows, Tensor]:
+    """Return no rows and no residuals."""
+    none = torch.empty(0, dtype=F64, device=parameters.device)
+    shapes = parameters.shapes
+    return [Block(none.view(0, 0, i), none.view(0, 0, o)) for o, i in shapes], none
+
+
+def _joined(blocks: Sequence[Block]) -> Block:
+    """Return the rows of blocks in order; columns of residuals that lack a call's streams get 0."""
+    streams = max(block.streams for block in blocks)
+
+    def padded(x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, 0, 0, streams - x.shape[1]))
+
+    return Block(
+        torch.cat([padded(block.a) for block in blocks]),
+        torch.cat([padded(block.g) for block in blocks]),
+    )
+
+
+def _also(residuals: Tensor, also: Sequence[Tensor]) -> list[Block]:
+    """Return the block of further parameters: columns of the Jacobian, one per element.
+
+    `J^T v` is linear in v, and its derivative by v is a column.
+    """
+    if not also:
+        return []
+    v = torch.zeros_like(residuals, requires_grad=True)
+    products = torch.autograd.grad(residuals, also, v, create_graph=True, allow_unused=True)
+    columns = []
+    for parameter, product in zip(also, products):
+        if product is None:
+            columns += [torch.zeros_like(v)] * parameter.numel()
+            continue
+        for element in product.flatten():
+            columns += torch.autograd.grad(element, v, retain_graph=True)
+    a = torch.stack(columns, 1)[:, None].detach().to(F64)
+    return [Block(a, torch.ones_like(a[..., :1]))]
+
+
+def _check(residuals: Tensor, rows: Rows, parameters: Parameters, term: Term) -> None:
+    """Compare the first and the last row with autograd's.
+
+    Raises:
+        ValueError: they differ; the message names the parameter.
+    """
+    tolerance, eps = TOLERANCE[parameters.dtype], torch.finfo(parameters.dtype).eps
+    for row in {0, len(residuals) - 1}:
+        found = torch.cat([(block.g[row].T @ block.a[row]).flatten() for block in rows])
+        gradients = torch.autograd.grad(
+            residuals[row], parameters.tensors, retain_graph=True, allow_unused=True
+        )
+        exact = [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(parameters.tensors, gradients)
+        ]
+        whole = float(torch.cat([gradient.flatten() for gradient in exact]).norm())
+        for (name, own), of_autograd in zip(parameters.views(found).items(), exact):
+            error = float((own - of_autograd).norm())
+            if not error <= tolerance * float(of_autograd.norm()) + 1e3 * eps * whole:
+                raise ValueError(
+                    f"the gradient of a residual of term {term.name!r} by {name!r} differs from "
+                    f"autograd's by {error:.1e} of {float(of_autograd.norm()):.1e}: the parameter "
+                    f"is used outside of its layer's calls, or points depend on each other, or "
+                    f"derivatives by the inputs are not those of mpikfac.lab.jet"
+                )

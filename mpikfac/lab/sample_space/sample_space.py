@@ -1,0 +1,493 @@
+"""Minimise sums of squared residuals by Gauss-Newton steps that are solved for in sample space."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac.comm import Comm, SplitComm, agree, broadcast, together
+from mpikfac.errors import UserError
+from mpikfac.lab.sample_space.messages import NUMBERS, Forms, Ring, form_of
+from mpikfac.lab.sample_space.parameters import F64, Parameters
+from mpikfac.lab.sample_space.products import along, combine
+from mpikfac.lab.sample_space.records import Rows, record
+from mpikfac.lab.sample_space.terms import Points, Term
+from mpikfac.layers import trainer_of
+from mpikfac.model import check_unsharded, describe_tensors, fitting
+from mpikfac.numerics import copy_all
+from mpikfac.plan import check_count, check_fraction, check_positive
+from mpikfac.plan.names import OF_MODEL
+from mpikfac.trace import Trace
+
+LENGTHS = tuple(0.5**k for k in range(8))
+"""The lengths of a step that are tried, from 1 to 1/128."""
+MOST_ROWS = 8192
+MOST_TRIES = 12
+"""Solutions per step; the last has 4 million times the damping of the first."""
+
+# Names of items of the state.
+STEPS, DAMPING, MOMENTUM = "sample/steps", "sample/damping", "sample/momentum/"
+SAMPLE = "sample/"
+
+RANDOM = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm
+
+log = logging.getLogger("mpikfac")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a step did.
+
+    Attributes:
+        loss: the loss before the step.
+        new_loss: the loss after it, at the same points.
+        length: the factor of the step; 0 if no length reduced the loss, and the weights are those
+            before the step.
+        ratio: the decrease of the loss over the one that the linearised residuals predict.
+        damping: the number that was added to the diagonal of `J J^T`.
+        relative_damping: the damping over the mean of the diagonal.
+        tries: how many times the system was solved.
+    """
+
+    loss: float
+    new_loss: float
+    length: float
+    ratio: float
+    damping: float
+    relative_damping: float
+    tries: int
+
+
+class Solution(NamedTuple):
+    """A solved system on a rank.
+
+    Attributes:
+        coefficients: of the rank's rows.
+        damping: the damping with which the system could be solved.
+        mean: the mean of the diagonal of `J J^T`.
+        slope: the inner product of the residuals and their change, which the step subtracts.
+        curvature: the squared norm of the change.
+    """
+
+    coefficients: Tensor
+    damping: float
+    mean: float
+    slope: float
+    curvature: float
+
+    def decrease(self, length: float) -> float:
+        """Return the decrease of the loss that linearised residuals predict."""
+        return length * self.slope - length**2 / 2 * self.curvature
+
+
+class SampleSpace:
+    """Minimise a sum of squared residuals by damped Gauss-Newton steps.
+
+        def interior(model, x):
+            u = model(mpikfac.lab.jet(x))
+            return u.second[:, 0] + u.second[:, 1] - f(x)
+
+        def border(model, x):
+            return model(x)[:, 0] - g(x)
+
+        terms = [mpikfac.lab.Term(interior, inside), mpikfac.lab.Term(border, edge)]
+        steps = mpikfac.lab.SampleSpace(model, terms)
+        for _ in range(200):
+            report = steps.step()
+
+    The loss is the sum of the terms. With the residuals r, weighted so that the loss is `|r|^2 / 2`,
+    and their Jacobian J, the direction is `-J^T (J J^T + damping I)^-1 r`, the Levenberg-Marquardt
+    step. The system has one equation per residual, however many weights there are
+    [ENGD-W, Guzmán-Cordero et al. 2025]. `J J^T` is computed from the vectors that linear layers
+    receive, so J is stored for small layers only. Arithmetic after the passes is in float64.
+
+    The length of a step is 1, 1/2, 1/4 ..., until the loss rises again. Long steps divide the damping
+    by 3, steps shorter than 1/8 multiply it by 3. If no length reduces the loss, the same system is
+    solved with 4 times the damping.
+
+    Points are distributed over ranks; results do not depend on how, except for rounding. Rank 0 stores
+    and solves the system.
+
+    Collective over: comm. All ranks get rank 0's parameters.
+
+    Args:
+        model: its trained parameters are those of `torch.nn.Linear`, in float64. float32 is allowed,
+            and ends at larger losses. Dropout and batch normalisation must be in eval() mode.
+        terms: with different names; their order is the same on all ranks.
+        also: further trained tensors, such as unknown coefficients of an equation. Each of their
+            elements needs a backward pass.
+        damping: the damping of the first step.
+        lengths: the lengths to try, in descending order.
+        momentum: the factor mu in [0, 1) of the last direction, which the new one continues in the
+            null space of J, as in SPRING [Goldshlager et al. 2024]; 0 for fixed points.
+        comm: None for all ranks.
+        trace: seconds and bytes of the stages; a new trace if None.
+
+    Raises:
+        ValueError: an argument is invalid; raised before any communication.
+        UserError: ranks disagree on an argument or on the shapes of the model.
+
+    Attributes:
+        model: the model.
+        steps: completed steps.
+        damping: the damping of the next step.
+        trace: seconds and bytes of every stage.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        terms: Sequence[Term],
+        also: Iterable[Tensor] = (),
+        *,
+        damping: float = 1e-3,
+        lengths: Sequence[float] = LENGTHS,
+        momentum: float = 0.0,
+        comm: Comm | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self._comm = SplitComm.of(comm).trains
+        check_positive("damping", damping)
+        check_fraction("momentum", momentum)
+        _check_lengths(lengths)
+        _check_terms(terms)
+        check_unsharded(model)
+        self.model, self.damping, self.steps = model, float(damping), 0
+        self.trace = trace or Trace()
+        self._terms = {term.name: term for term in terms}
+        self._lengths, self._mu = tuple(lengths), float(momentum)
+        self._parameters = Parameters(model, also)
+        self._unchecked = True
+        _check_model(model)
+        if self._parameters.dtype != F64 and self._comm.rank == 0:
+            log.warning(
+                "the model is in %s: residuals are rounded, and damping below 1e-6 of the mean of "
+                "the diagonal has no meaning; convert the model by model.double()",
+                self._parameters.dtype,
+            )
+        form = {f"also[{i}]": list(p.shape) for i, p in enumerate(self._parameters.also)}
+        of_terms = {f"the weight of term {t.name!r}": t.weight for t in terms}
+        numbers = {"damping": damping, "lengths": self._lengths, "momentum": momentum}
+        agree(self._comm, {**numbers, **of_terms, **form, **describe_tensors(model)})
+        broadcast(self._comm, [*model.parameters(), *model.buffers(), *self._parameters.also])
+        device = self._parameters.device
+        self._ring = Ring(self._comm, self._parameters.shapes, self.trace, device)
+        size = self._parameters.size if momentum else 0
+        self._last = torch.zeros(size, dtype=F64, device=device)
+
+    def renew(self, **points: Points) -> None:
+        """Replace the rank's points of terms, which are given by name, for the next step.
+
+            steps.renew(interior=torch.rand(1000, 2))
+
+        Collective over: none.
+
+        Raises:
+            ValueError: there is no term of this name, or the points are no tensors.
+        """
+        for name in points:
+            if name not in self._terms:
+                known = ", ".join(self._terms)
+                raise ValueError(f"{name!r} is no term; the terms are {known}")
+        for name, replaced in points.items():
+            self._terms[name] = dataclasses.replace(self._terms[name], points=replaced)
+
+    def close(self) -> None:
+        """Free the communicator. No further step is possible.
+
+        Collective over: comm.
+        """
+        self._ring.close()
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def step(self) -> Report:
+        """Move the parameters by one step, identically on all ranks, and return what was done.
+
+        Collective over: comm.
+
+        Raises:
+            UserError: on some rank, a residual function fails or cannot be recorded; a term has no
+                points; there are too many rows; or residuals are not finite.
+        """
+        scales = self._scales()
+        with together(self._comm, "taking a step"), self.trace.stage("records"):
+            _check_model(self.model)
+            rows, residuals = self._record(scales)
+        self._unchecked = False
+        forms = self._comm.allgather([form_of(of_term) for of_term in rows])
+        self._check_rows(forms)
+        return self._descend(rows, residuals, forms, scales)
+
+    def _scales(self) -> list[float]:
+        """Return the factor of each term's residuals, `sqrt(weight / points of all ranks)`.
+
+        Collective over: comm.
+
+        Raises:
+            UserError: a term has no points.
+        """
+        own = [term.count for term in self._terms.values()]
+        counts = [sum(of_term) for of_term in zip(*self._comm.allgather(own))]
+        for name, count in zip(self._terms, counts):
+            if not count:
+                raise UserError(f"term {name!r} has no points on any rank; pass some, or remove it")
+        return [math.sqrt(term.weight / n) for term, n in zip(self._terms.values(), counts)]
+
+    def _record(self, scales: Sequence[float]) -> tuple[list[Rows], Tensor]:
+        """Return the rows of each term, and all residuals, of this rank."""
+        found = [
+            record(self.model, self._parameters, term, scale, self._unchecked)
+            for term, scale in zip(self._terms.values(), scales)
+        ]
+        return [rows for rows, _ in found], torch.cat([residuals for _, residuals in found])
+
+    def _check_rows(self, forms: Sequence[Forms]) -> None:
+        """Check that the system fits into rank 0's memory.
+
+        Raises:
+            UserError: it has too many equations.
+        """
+        rows = sum(form.rows for of_rank in forms for form in of_rank)
+        if rows > MOST_ROWS:
+            raise UserError(
+                f"{rows} residuals need a matrix of {8 * rows**2:,} bytes on rank 0; sample at "
+                f"most {MOST_ROWS} residuals per step, and others in the next by renew(...)"
+            )
+
+    def _descend(
+        self, rows: Sequence[Rows], residuals: Tensor, forms: Sequence[Forms], scales: list[float]
+    ) -> Report:
+        """Solve for directions until a length of one reduces the loss, and take the step.
+
+        Collective over: comm.
+        """
+        begin, loss = self._parameters.read(), self._sum(residuals)
+        mu, tries = self._mu, 0
+        counts = [sum(form.rows for form in of_rank) for of_rank in forms]
+        vectors = [residuals, *([self._along_last(rows)] if mu else [])]
+        gathered = self._ring.gather(self._ring.products(rows, forms), vectors, counts)
+        while True:
+            tries += 1
+            solution = self._solve(gathered, counts, mu)
+            direction = self._direction_of(rows, solution.coefficients, mu)
+            length, new_loss = self._search(begin, direction, loss, scales)
+            if length or tries == MOST_TRIES:
+                break
+            self.damping, mu = 4 * solution.damping, 0.0
+        if self._mu:
+            self._last.copy_(direction if length else 0 * direction)
+        self.damping, self.steps = solution.damping * factor_of(length), self.steps + 1
+        decrease, (damping, mean) = solution.decrease(length), solution[1:3]
+        ratio = (loss - new_loss) / decrease if decrease > 0 else 0.0
+        return Report(loss, new_loss, length, ratio, damping, damping / mean, tries)
+
+    def _along_last(self, rows: Sequence[Rows]) -> Tensor:
+        """Return the products of rows with the last direction."""
+        matrices = self._parameters.split(self._last)
+        return torch.cat([along(of_term, matrices) for of_term in rows])
+
+    def _solve(
+        self,
+        gathered: tuple[Tensor, list[Tensor]] | None,
+        counts: Sequence[int],
+        mu: float,
+    ) -> Solution:
+        """Return the solution of the damped system, which rank 0 computes.
+
+        Collective over: comm.
+
+        Raises:
+            UserError: residuals or products are not finite.
+        """
+        solved = None
+        if gathered is not None:
+            products, (residuals, *last) = gathered
+            with self.trace.stage("decompose"):
+                solved = solve(products, residuals, mu * last[0] if mu else None, self.damping)
+        numbers, coefficients = self._ring.scatter(solved, counts)
+        solution = Solution(coefficients, *numbers.tolist())
+        if not math.isfinite(solution.slope):
+            raise UserError(
+                "residuals or their derivatives are not finite; check the residual functions at "
+                "the points, and the initial weights"
+            )
+        return solution
+
+    def _direction_of(self, rows: Sequence[Rows], coefficients: Tensor, mu: float) -> Tensor:
+        """Return the direction, `J^T coefficients` and the last direction times mu.
+
+        Collective over: comm.
+        """
+        total = torch.zeros(self._parameters.size, dtype=F64, device=self._parameters.device)
+        matrices = self._parameters.split(total)
+        parts = coefficients.split([len(of_term[0].a) for of_term in rows])
+        for of_term, part in zip(rows, parts):
+            combine(of_term, part, matrices)
+        total = self._ring.sum(total)
+        return total.add_(self._last, alpha=mu) if mu else total
+
+    def _search(
+        self, begin: Tensor, direction: Tensor, loss: float, scales: Sequence[float]
+    ) -> tuple[float, float]:
+        """Move to the best of the lengths; return it and its loss, or 0 if none reduces the loss.
+
+        Collective over: comm.
+        """
+        best, lowest = 0.0, loss
+        for length in self._lengths:
+            self._parameters.write(begin - length * direction)
+            found = self._loss(scales)
+            if found < lowest:
+                best, lowest = length, found
+            elif best:
+                break
+        self._parameters.write(begin - best * direction)
+        return best, lowest
+
+    @torch.no_grad()
+    def _loss(self, scales: Sequence[float]) -> float:
+        """Return the loss at the points of all ranks.
+
+        Collective over: comm.
+        """
+        parts = [torch.empty(0, dtype=F64, device=self._parameters.device)]
+        with self.trace.stage("losses"):
+            for term, scale in zip(self._terms.values(), scales):
+                if term.count:
+                    parts.append(term.values(self.model).flatten().to(F64) * scale)
+        return self._sum(torch.cat(parts))
+
+    def _sum(self, residuals: Tensor) -> float:
+        """Return half of the sum of squares over ranks.
+
+        Collective over: comm.
+        """
+        return self._ring.sum_number(residuals.square().sum() / 2)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by name, which is equal on all ranks, for `mpikfac.save_checkpoint`.
+
+        It contains the model, the tensors in `also`, the damping, the number of steps and, with
+        momentum, the last direction. Points belong to the program.
+
+        Collective over: none.
+        """
+        return {**self._tensors(), DAMPING: self.damping, STEPS: self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state, such as a checkpoint, on all ranks or on none, at any number of ranks.
+
+        Collective over: comm.
+
+        Raises:
+            UserError: on some rank, an item is missing or does not match the model.
+        """
+        tensors = self._tensors()
+        with together(self._comm, "loading state", untrusted=True):
+            items = fitting(state, {**tensors, DAMPING: 0.0, STEPS: 0}, rounded=True)
+            check_positive(f"item {DAMPING!r}", items[DAMPING])
+            check_count(f"item {STEPS!r}", items[STEPS], 0)
+        copy_all((tensor, items[name]) for name, tensor in tensors.items())
+        self.damping, self.steps = float(items[DAMPING]), items[STEPS]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the state by name; the state is loaded into them."""
+        named = self.model.state_dict().items()
+        own = {OF_MODEL + name: value for name, value in named if torch.is_tensor(value)}
+        if self._mu:
+            views = self._parameters.views(self._last)
+            own |= {MOMENTUM + name: view for name, view in views.items()}
+        return own | {SAMPLE + n: p.detach() for n, p in self._parameters.outside.items()}
+
+
+def solve(
+    products: Tensor, residuals: Tensor, last: Tensor | None, damping: float
+) -> tuple[Tensor, Tensor]:
+    """Return the numbers of a `Solution`, and the coefficients of all rows.
+
+    If rounding makes the damped matrix indefinite, the damping is multiplied by 10.
+
+    Args:
+        products: `J J^T`.
+        last: the products of the rows with the last direction, times mu; None without momentum.
+    """
+    mean = float(products.diagonal().mean())
+    if not math.isfinite(mean + float(residuals.sum())):
+        return products.new_full((NUMBERS,), math.nan), residuals
+    damping = max(damping, torch.finfo(F64).eps * mean)
+    factor, failed = _factor(products, damping)
+    while failed:
+        damping *= 10
+        factor, failed = _factor(products, damping)
+    target = residuals if last is None else residuals - last
+    coefficients = torch.cholesky_solve(target[:, None], factor)[:, 0]
+    change = products @ coefficients
+    if last is not None:
+        change += last
+    numbers = [damping, mean, float(residuals @ change), float(change @ change)]
+    return products.new_tensor(numbers), coefficients
+
+
+def _factor(products: Tensor, damping: float) -> tuple[Tensor, bool]:
+    """Return the Cholesky factor of the damped matrix, and whether it failed."""
+    damped = products.clone()
+    damped.diagonal().add_(damping)
+    factor, info = torch.linalg.cholesky_ex(damped)
+    return factor, bool(info)
+
+
+def factor_of(length: float) -> float:
+    """Return the factor of the damping after a step of a length."""
+    if length >= 1 / 2:
+        return 1 / 3
+    return 1.0 if length >= 1 / 8 else 3.0
+
+
+def _check_lengths(lengths: Sequence[float]) -> None:
+    for length in lengths:
+        check_positive("each of lengths", length)
+    if not lengths or list(lengths) != sorted(set(lengths), reverse=True):
+        raise ValueError(f"lengths={lengths!r} must be numbers in descending order")
+
+
+def _check_terms(terms: Sequence[Term]) -> None:
+    if wrong := [term for term in terms if not isinstance(term, Term)]:
+        raise ValueError(f"terms must be mpikfac.lab.Term(residual, points), not {wrong[0]!r}")
+    if not terms:
+        raise ValueError("terms=[] must have at least one mpikfac.lab.Term(residual, points)")
+    name, count = Counter(term.name for term in terms).most_common(1)[0]
+    if count > 1:
+        raise ValueError(
+            f"{count} terms are named {name!r}; give their functions different names, because "
+            f"renew() replaces points by name"
+        )
+
+
+def _check_model(model: nn.Module) -> None:
+    """Check that residuals of points are independent, and that passes are not recorded elsewhere.
+
+    Raises:
+        ValueError: a module draws random numbers or uses statistics of the batch, or the model has
+            a trainer.
+    """
+    for name, module in model.named_modules():
+        if module.training and isinstance(module, RANDOM):
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__} in training mode, with which "
+                f"residuals are random or depend on other points; call model.eval()"
+            )
+    if (trainer := trainer_of(model)) is not None:
+        raise ValueError(
+            f"the model has a {type(trainer).__name__}, which would record these passes; call its "
+            f"close() first"
+        )

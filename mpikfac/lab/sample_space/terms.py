@@ -1,0 +1,83 @@
+"""Define the terms of a loss: residuals at points, with a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac.plan import check_positive
+
+Points = Tensor | tuple[Tensor, ...]
+Residual = Callable[[nn.Module, Any], Tensor]
+"""A function of the model and a term's points that returns `[points]` or `[points, k]`."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of the loss, `weight / 2` times the mean over points of squared residuals.
+
+        def border(model, x):
+            return model(x) - exact(x)
+
+        term = mpikfac.lab.Term(border, points, weight=100.0)
+
+    Attributes:
+        residual: called with the model and the points; returns `[points]`, or `[points, k]` for k
+            equations, whose squares are added. The residual of a point depends on no other point.
+            Derivatives by the inputs are those of `mpikfac.lab.jet`.
+        points: the rank's own points, a tensor `[points, ...]`, or a tuple of such tensors. Some
+            ranks may have none.
+        weight: a factor above 0.
+    """
+
+    residual: Residual
+    points: Points
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("weight", self.weight)
+        parts = self.points if isinstance(self.points, tuple) else (self.points,)
+        tensors = all(torch.is_tensor(part) and part.dim() for part in parts)
+        if not parts or not tensors or len({len(part) for part in parts}) > 1:
+            raise ValueError(
+                f"the points of term {self.name!r} must be a tensor [points, ...], or a tuple of "
+                f"tensors with equal numbers of points"
+            )
+
+    @property
+    def name(self) -> str:
+        """The name of the residual function."""
+        return getattr(self.residual, "__name__", type(self.residual).__name__)
+
+    @property
+    def count(self) -> int:
+        """The number of the rank's points."""
+        return len(self.points[0]) if isinstance(self.points, tuple) else len(self.points)
+
+    def values(self, model: nn.Module) -> Tensor:
+        """Return the residuals at the rank's points, `[points, k]`.
+
+        Raises:
+            ValueError: the function does not return one residual, or k of them, per point.
+        """
+        found: Any = self.residual(model, self.points)
+        if not torch.is_tensor(found):
+            raise ValueError(
+                f"term {self.name!r} must return a tensor of residuals, not "
+                f"{type(found).__name__}; return parts of a jet, such as u.value or u.second[:, 0]"
+            )
+        if found.dim() == 0:
+            raise ValueError(
+                f"term {self.name!r} returned one number, a loss; return the residuals [points], "
+                f"which the step squares itself"
+            )
+        if found.dim() > 2 or len(found) != self.count:
+            raise ValueError(
+                f"term {self.name!r} returned {list(found.shape)} for {self.count} points; return "
+                f"residuals [points] or [points, k]"
+            )
+        return found.flatten(1) if found.dim() == 2 else found[:, None]
