@@ -48,8 +48,7 @@ def functions(nu):
     def interior(model, x):
         u = model(jet(x))
         u_x, u_y = u.first[:, 0], u.first[:, 1]
-        value = u.value.flatten()
-        return u_y + value * u_x - nu[0] * u.second[:, 0] + nu[1] * value - x.sum(1)
+        return u_y + u.value * u_x - nu[0] * u.second[:, 0] + nu[1] * u.value - x.sum(1)
 
     def border(model, x):
         return model(x)[:, 0] - x[:, 0].sin()

@@ -1,1 +1,1 @@
-"""Gauss-Newton in the space of residuals, for equations and least squares."""
+"""Gauss-Newton steps in the space of residuals, for equations and least squares."""

@@ -65,7 +65,7 @@ def ring(elements: Sequence[int]) -> list[Counts]:
     In each hop, ranks pass the records that they received in the last one to the next rank.
     """
     ranks = len(elements)
-    hops = []
+    hops: list[Counts] = []
     for hop in range(1, ranks // 2 + 1):
         counts = [[0] * ranks for _ in elements]
         for rank in range(ranks):

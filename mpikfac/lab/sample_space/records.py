@@ -98,22 +98,18 @@ class Tape:
                 f"derivatives from the layer; {JET}"
             )
         x = inputs[0]
-        if isinstance(x, Jet):
-            a, out = x.streams, out.streams
-            one = a.new_zeros(a.shape[1])
-            one[0] = 1.0  # derivatives of the bias vanish
-        else:
-            a = x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
-            one = a.new_ones(a.shape[1])
+        streams, out = (x.streams, out.streams) if isinstance(x, Jet) else (x[:, None], out)
+        one = streams.new_zeros(streams.shape[1:-1])
+        one[0] = 1.0  # derivatives of the bias vanish
+        a = streams.detach().flatten(1, -2)
         if len(a) != self._term.count:
             raise ValueError(
                 f"term {self._term.name!r} calls layer {name!r} with {len(a)} rows for "
                 f"{self._term.count} points; pass one row per point, and call the model several "
                 f"times for several inputs of a point"
             )
-        a = a.detach()
         if module.bias is not None:
-            a = torch.cat([a, one[:, None].expand(len(a), -1, 1)], 2)
+            a = torch.cat([a, one.view(-1, 1).expand(len(a), -1, 1)], 2)
         call = Call(a)
         self.calls[name].append(call)
         listen(out, partial(self._on_gradient, name, call))
@@ -124,7 +120,7 @@ class Tape:
                 f"term {self._term.name!r} takes a backward pass through layer {name!r}, which "
                 f"hides a part of the weight's gradient; {JET}"
             )
-        call.gradients[self.column] = g.detach().view(*call.a.shape[:2], -1)
+        call.gradients[self.column] = g.detach().reshape(*call.a.shape[:2], -1)
 
     def blocks(self, name: str, columns: int) -> Iterator[Block]:
         """Yield the block of each column of residuals in a layer, with the streams of all calls."""
@@ -218,7 +214,7 @@ def _also(residuals: Tensor, also: Sequence[Tensor]) -> list[Block]:
         return []
     v = torch.zeros_like(residuals, requires_grad=True)
     products = torch.autograd.grad(residuals, also, v, create_graph=True, allow_unused=True)
-    columns = []
+    columns: list[Tensor] = []
     for parameter, product in zip(also, products):
         if product is None:
             columns += [torch.zeros_like(v)] * parameter.numel()

@@ -102,24 +102,24 @@ class SampleSpace:
         for _ in range(200):
             report = steps.step()
 
-    The loss is the sum of the terms. With the residuals r, weighted so that the loss is `|r|^2 / 2`,
-    and their Jacobian J, the direction is `-J^T (J J^T + damping I)^-1 r`, the Levenberg-Marquardt
-    step. The system has one equation per residual, however many weights there are
-    [ENGD-W, Guzmán-Cordero et al. 2025]. `J J^T` is computed from the vectors that linear layers
-    receive, so J is stored for small layers only. Arithmetic after the passes is in float64.
+    The loss is the sum of the terms. It is `|r|^2 / 2` of weighted residuals r with the Jacobian J,
+    and the direction is `-J^T (J J^T + damping I)^-1 r`, the step of Levenberg and Marquardt. The
+    system has one equation per residual, however many weights there are [Guzmán-Cordero et al.
+    2025]. `J J^T` is computed from the vectors that linear layers receive; rows of J are stored only
+    for small layers. Arithmetic after the passes is in float64.
 
-    The length of a step is 1, 1/2, 1/4 ..., until the loss rises again. Long steps divide the damping
-    by 3, steps shorter than 1/8 multiply it by 3. If no length reduces the loss, the same system is
-    solved with 4 times the damping.
+    The length of a step is 1, 1/2, 1/4 ..., until the loss rises again. Long steps divide the
+    damping by 3, and steps shorter than 1/8 multiply it by 3. If no length reduces the loss, the
+    same system is solved with 4 times the damping.
 
-    Points are distributed over ranks; results do not depend on how, except for rounding. Rank 0 stores
-    and solves the system.
+    Points are distributed over ranks in any way; apart from rounding, results do not depend on it.
+    Rank 0 stores and solves the system.
 
     Collective over: comm. All ranks get rank 0's parameters.
 
     Args:
-        model: its trained parameters are those of `torch.nn.Linear`, in float64. float32 is allowed,
-            and ends at larger losses. Dropout and batch normalisation must be in eval() mode.
+        model: its trained parameters are those of `torch.nn.Linear`, in float64, or in float32 for
+            a less accurate solution. Dropout and batch normalisation must be in eval() mode.
         terms: with different names; their order is the same on all ranks.
         also: further trained tensors, such as unknown coefficients of an equation. Each of their
             elements needs a backward pass.

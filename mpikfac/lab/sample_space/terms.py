@@ -75,6 +75,11 @@ class Term:
                 f"term {self.name!r} returned one number, a loss; return the residuals [points], "
                 f"which the step squares itself"
             )
+        if list(found.shape) == [self.count] * 2 and self.count > 1:
+            raise ValueError(
+                f"term {self.name!r} returned {list(found.shape)} for {self.count} points: it "
+                f"adds [points, 1] and [points]; use model(x)[:, 0], or flatten() both"
+            )
         if found.dim() > 2 or len(found) != self.count:
             raise ValueError(
                 f"term {self.name!r} returned {list(found.shape)} for {self.count} points; return "
