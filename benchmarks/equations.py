@@ -47,8 +47,8 @@ Job = tuple[str, str, int]
 RESULTS = Path(__file__).parent / "results" / "equations.jsonl"
 POINTS, WIDTH, SECONDS = 600, 32, 6.0
 RATES = {
-    **{"adam": (0.001, 0.003, 0.01), "adam-lbfgs": (0.001, 0.003, 0.01)},
-    **{"soap": (0.003, 0.01, 0.03), "kfac": (0.0025, 0.0075, 0.0225)},
+    **{"adam": (0.003, 0.01, 0.03), "adam-lbfgs": (0.003, 0.01, 0.03)},
+    **{"soap": (0.01, 0.03, 0.1), "kfac": (0.0075, 0.0225, 0.07)},
 }
 SETTINGS: dict[str, tuple[str, float | None]] = {
     **{"sample-space": ("sample-space", None), "lbfgs": ("lbfgs", None)},
@@ -77,10 +77,10 @@ def main() -> int:
     else:
         for name in METHODS:  # a process's first steps take longer
             run("poisson", name, None, 0, points=16, seconds=0.01)
-        for job in itertools.product(options.problems, options.settings, options.seeds):
-            problem, setting, seed = job
-            if job not in known():
-                keep(job, run(problem, *SETTINGS[setting], seed))
+        for seed, *job in itertools.product(options.seeds, options.problems, options.settings):
+            problem, setting = job
+            if (problem, setting, seed) not in known():
+                keep((problem, setting, seed), run(problem, *SETTINGS[setting], seed))
     return 0
 
 
