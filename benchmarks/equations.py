@@ -47,7 +47,7 @@ Job = tuple[str, str, int]
 RESULTS = Path(__file__).parent / "results" / "equations.jsonl"
 POINTS, WIDTH, SECONDS = 600, 32, 6.0
 RATES = {
-    **{"adam": (0.003, 0.01, 0.03), "adam-lbfgs": (0.003, 0.01, 0.03)},
+    **{"adam": (0.003, 0.01, 0.03), "adam-lbfgs": (0.01,)},
     **{"soap": (0.01, 0.03, 0.1), "kfac": (0.0075, 0.0225, 0.07)},
 }
 SETTINGS: dict[str, tuple[str, float | None]] = {

@@ -46,7 +46,7 @@ def test_forward_and_backward_mode_have_the_same_loss(name):
     whole = torch.stack(
         [part.residual(task.model, part.points).square().mean() for part in task.terms]
     )
-    weights = torch.tensor([task.problem.weight, 1.0]).double()
+    weights = torch.tensor([task.problem.weight, 1.0], dtype=torch.float64)
     torch.testing.assert_close(loss, whole @ weights / 2, rtol=1e-12, atol=0)
     parts = [Task(PROBLEMS[name], 13, 6, 0, rank, 2).loss() for rank in (0, 1)]
     torch.testing.assert_close(loss, sum(parts), rtol=1e-12, atol=0)

@@ -120,15 +120,14 @@ def draw(task: Task, path: Path) -> None:
     found, exact = task.model(points)[:, 0], task.problem.exact(points)
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     second = "t" if len(task.problem.sides) == 3 else "y"
-    for panel, values, title in zip(
-        figure.subplots(ncols=2), (found, found - exact), ("solution", "error")
+    solution, error = figure.subplots(ncols=2)
+    largest = (found - exact).abs().max().item()
+    for panel, values, looks in (
+        (solution, found, {"cmap": "viridis"}),
+        (error, found - exact, {"cmap": "coolwarm", "vmin": -largest, "vmax": largest}),
     ):
-        image = panel.imshow(
-            values.view(GRID, GRID).T,
-            origin="lower",
-            extent=(0, 1, 0, 1),
-            cmap="viridis" if title == "solution" else "coolwarm",
-        )
-        panel.set(title=title, xlabel="x", ylabel=second)
+        square = values.view(GRID, GRID).T.numpy()
+        image = panel.imshow(square, origin="lower", extent=(0, 1, 0, 1), **looks)
+        panel.set(title="solution" if panel is solution else "error", xlabel="x", ylabel=second)
         figure.colorbar(image, ax=panel)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
