@@ -17,8 +17,9 @@ from torch import distributed
 import mpikfac
 from mpikfac import MemOpt, Refresh, Strategy, Transport
 from mpikfac.comm.messages.collectives import op_of
+from mpikfac.lab import SampleSpace
 from mpikfac.plan import NAMED, Message
-from support import inside, problem
+from support import inside, problem, residuals
 from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
@@ -288,3 +289,17 @@ def test_trainers_take_turns_with_few_groups(comm):
         state = problem.run(first, group, [step])
     torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
     inside.settle(first)
+
+
+def test_steps_in_sample_space_are_those_over_mpi(comm):
+    """Oracle: the same steps over MPI, with points in unequal numbers, and none on one rank."""
+    weights = []
+    for one in (comm, mpikfac.over()):
+        model, nu = residuals.network(), residuals.unknown()
+        parts = {name: residuals.points(4 * comm.rank, 1 + comm.rank) for name in residuals.WEIGHTS}
+        steps = SampleSpace(model, residuals.terms(nu, parts), [nu], comm=one, momentum=0.5)
+        for _ in range(3):
+            steps.step()
+        weights.append(residuals.flat(model, nu))
+        steps.close()
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)

@@ -105,8 +105,8 @@ class SampleSpace:
     The loss is the sum of the terms. It is `|r|^2 / 2` of weighted residuals r with the Jacobian J,
     and the direction is `-J^T (J J^T + damping I)^-1 r`, the step of Levenberg and Marquardt. The
     system has one equation per residual, however many weights there are [Guzmán-Cordero et al.
-    2025]. `J J^T` is computed from the vectors that linear layers receive; rows of J are stored only
-    for small layers. Arithmetic after the passes is in float64.
+    2025]. `J J^T` is computed from the vectors that linear layers receive; rows of J are stored
+    for small layers only. Arithmetic after the passes is in float64.
 
     The length of a step is 1, 1/2, 1/4 ..., until the loss rises again. Long steps divide the
     damping by 3, and steps shorter than 1/8 multiply it by 3. If no length reduces the loss, the
@@ -173,9 +173,9 @@ class SampleSpace:
                 self._parameters.dtype,
             )
         form = {f"also[{i}]": list(p.shape) for i, p in enumerate(self._parameters.also)}
-        of_terms = {f"the weight of term {t.name!r}": t.weight for t in terms}
         numbers = {"damping": damping, "lengths": self._lengths, "momentum": momentum}
-        agree(self._comm, {**numbers, **of_terms, **form, **describe_tensors(model)})
+        choices = {**numbers, "terms": [(term.name, term.weight) for term in terms]}
+        agree(self._comm, {**choices, **form, **describe_tensors(model)})
         broadcast(self._comm, [*model.parameters(), *model.buffers(), *self._parameters.also])
         device = self._parameters.device
         self._ring = Ring(self._comm, self._parameters.shapes, self.trace, device)

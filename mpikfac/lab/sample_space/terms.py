@@ -14,6 +14,8 @@ from mpikfac.plan import check_positive
 Points = Tensor | tuple[Tensor, ...]
 Residual = Callable[[nn.Module, Any], Tensor]
 """A function of the model and a term's points that returns `[points]` or `[points, k]`."""
+MOST_ALIKE = 8
+"""With more points than this, residuals `[points, points]` are a mistake in broadcasting."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Term:
                 f"term {self.name!r} returned one number, a loss; return the residuals [points], "
                 f"which the step squares itself"
             )
-        if list(found.shape) == [self.count] * 2 and self.count > 1:
+        if list(found.shape) == [self.count] * 2 and self.count > MOST_ALIKE:
             raise ValueError(
                 f"term {self.name!r} returned {list(found.shape)} for {self.count} points: it "
                 f"adds [points, 1] and [points]; use model(x)[:, 0], or flatten() both"
