@@ -76,7 +76,7 @@ def equations(comm: mpikfac.comm.Comm, options: EquationsOptions, watchdog: Watc
     inside, given = task.counts
     say(f"{task.problem.equation}; {inside:,} points, {given:,} values, {weights:,} weights")
     say(f"{'seconds':>8} {'steps':>7} {'loss':>9} {'L2 error':>9}")
-    for at in solve(task, step, options.seconds, comm, lambda: watchdog.enter("equations", 0)):
+    for at in solve(task, step, options.seconds, comm, lambda step: watchdog.enter("step", step)):
         found = "".join(f"  {value:.5f}" for value in at.coefficients)
         say(f"{at.seconds:8.1f} {at.steps:7} {at.loss:9.1e} {at.error:9.1e}{found}")
     with mpikfac.comm.together(comm, f"writing {options.picture}"):
@@ -90,7 +90,7 @@ def solve(
     step: Step,
     seconds: float,
     comm: mpikfac.comm.Comm,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[int], None] = lambda _: None,
     lines: int = LINES,
 ) -> Iterator[Progress]:
     """Yield the progress at equal parts of the time, the last at its end.
@@ -98,12 +98,12 @@ def solve(
     Collective over: comm.
 
     Args:
-        progress: is called before each step.
+        progress: is called before each step, with its number.
     """
     spent, steps = 0.0, 0
     for line in range(1, lines + 1):
         while comm.bcast(spent < seconds * line / lines):
-            progress()
+            progress(steps)
             start = time.process_time()
             step(min(1.0, spent / seconds))
             spent, steps = spent + time.process_time() - start, steps + 1
