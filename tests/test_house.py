@@ -293,6 +293,15 @@ OPEN_NAMES = {
         )
     ),
     "mpikfac.lab.local_sgd.messages.PlannedCopies",
+    *(
+        ".".join(("mpikfac", "lab", "sample_space", *name))
+        for name in (
+            *(("messages", name) for name in ("Form", "planned_messages")),
+            *(("products", name) for name in ("CHUNK", "along", "chunks", "combine", "gram")),
+            *(("parameters", "Parameters"), ("records", "record")),
+            ("sample_space", "MOST_ROWS"),
+        )
+    ),
     "mpikfac.lab.top_k.codec.TopKCodec",
     *("mpikfac.lab.quadratic_model.graft.Batch", "mpikfac.lab.quadratic_model.graft.lowest"),
     "mpikfac.lab.quadratic_model.graft.inner_products",

@@ -147,7 +147,7 @@ def test_an_error_of_one_rank_ends_all(comm):
         return u.mean() if comm.rank == comm.size - 1 else u
 
     steps = SampleSpace(network(), [Term(loss, points(4))], comm=comm)
-    with pytest.raises(mpikfac.UserError, match="returned one number, a loss"):
+    with pytest.raises(mpikfac.UserError, match="not one number, such as a loss"):
         steps.step()
     steps.close()
 

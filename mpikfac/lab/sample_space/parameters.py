@@ -144,7 +144,7 @@ def _common(tensors: dict[str, Tensor]) -> tuple[torch.dtype, torch.device]:
         ValueError: there are none, they differ, or the dtype is not float32 or float64.
     """
     if not tensors:
-        raise ValueError("the model has no torch.nn.Linear with trained parameters")
+        raise ValueError("the model must have a torch.nn.Linear with trained parameters")
     first, *_ = tensors.values()
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, F64):

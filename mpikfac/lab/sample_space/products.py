@@ -40,8 +40,8 @@ def gram(left: Sequence[Rows], right: Sequence[Rows]) -> Tensor:
 def _inner(left: Block, right: Block) -> Tensor:
     """Return the inner products of rows in one matrix, in the cheaper of two ways.
 
-    `(sum g a^T) . (sum h b^T)` is the sum over pairs of streams of `(a . b) (g . h)`; with many
-    streams in a small layer, the rows are multiplied as they are.
+    `(sum g a^T) . (sum h b^T)` is the sum over pairs of streams of `(a . b) (g . h)`
+    [Novak et al. 2022]; with many streams in a small layer, the rows are multiplied as they are.
     """
     (inputs, outputs), pairs = (left.a.shape[2], left.g.shape[2]), left.streams * right.streams
     if pairs * (inputs + outputs) > inputs * outputs:

@@ -21,7 +21,6 @@ from mpikfac.lab.sample_space.parameters import F64, Parameters
 from mpikfac.lab.sample_space.terms import Term
 from mpikfac.numerics import in_transform, listen
 
-JET = "take derivatives by the inputs from model(mpikfac.lab.jet(x)) instead"
 TOLERANCE = {torch.float32: 1e-3, F64: 1e-6}
 """The largest relative difference between a recorded row and autograd's."""
 
@@ -57,7 +56,7 @@ Rows = Sequence[Block]
 
 
 @dataclass
-class Call:
+class TapedCall:
     """A call of a layer: the inputs, and gradients at the outputs, by column of the residuals."""
 
     a: Tensor
@@ -73,7 +72,7 @@ class Tape:
     """
 
     def __init__(self, parameters: Parameters, term: Term) -> None:
-        self.calls: dict[str, list[Call]] = {name: [] for name in parameters.layers}
+        self.calls: dict[str, list[TapedCall]] = {name: [] for name in parameters.layers}
         self.column: int | None = None
         self._layers, self._term = parameters.layers, term
 
@@ -95,7 +94,7 @@ class Tape:
         if in_transform():
             raise ValueError(
                 f"term {self._term.name!r} calls layer {name!r} under torch.func, which hides the "
-                f"derivatives from the layer; {JET}"
+                f"derivatives from the layer; use those of model(mpikfac.lab.jet(x))"
             )
         x = inputs[0]
         streams, out = (x.streams, out.streams) if isinstance(x, Jet) else (x[:, None], out)
@@ -110,15 +109,16 @@ class Tape:
             )
         if module.bias is not None:
             a = torch.cat([a, one.view(-1, 1).expand(len(a), -1, 1)], 2)
-        call = Call(a)
+        call = TapedCall(a)
         self.calls[name].append(call)
         listen(out, partial(self._on_gradient, name, call))
 
-    def _on_gradient(self, name: str, call: Call, g: Tensor) -> None:
+    def _on_gradient(self, name: str, call: TapedCall, g: Tensor) -> None:
         if self.column is None:
             raise ValueError(
                 f"term {self._term.name!r} takes a backward pass through layer {name!r}, which "
-                f"hides a part of the weight's gradient; {JET}"
+                f"hides a part of the weight's gradient; use the derivatives of "
+                f"model(mpikfac.lab.jet(x))"
             )
         call.gradients[self.column] = g.detach().reshape(*call.a.shape[:2], -1)
 
@@ -247,7 +247,7 @@ def _check(residuals: Tensor, rows: Rows, parameters: Parameters, term: Term) ->
             if not error <= tolerance * float(of_autograd.norm()) + 1e3 * eps * whole:
                 raise ValueError(
                     f"the gradient of a residual of term {term.name!r} by {name!r} differs from "
-                    f"autograd's by {error:.1e} of {float(of_autograd.norm()):.1e}: the parameter "
-                    f"is used outside of its layer's calls, or points depend on each other, or "
-                    f"derivatives by the inputs are not those of mpikfac.lab.jet"
+                    f"autograd's by {error:.1e} of {float(of_autograd.norm()):.1e}: use the "
+                    f"parameter only by calls of its layer, derivatives by the inputs only of "
+                    f"mpikfac.lab.jet, and no values of other points"
                 )

@@ -195,7 +195,7 @@ class SampleSpace:
         for name in points:
             if name not in self._terms:
                 known = ", ".join(self._terms)
-                raise ValueError(f"{name!r} is no term; the terms are {known}")
+                raise ValueError(f"{name!r} must be the name of a term: {known}")
         for name, replaced in points.items():
             self._terms[name] = dataclasses.replace(self._terms[name], points=replaced)
 

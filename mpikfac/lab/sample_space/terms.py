@@ -74,8 +74,8 @@ class Term:
             )
         if found.dim() == 0:
             raise ValueError(
-                f"term {self.name!r} returned one number, a loss; return the residuals [points], "
-                f"which the step squares itself"
+                f"term {self.name!r} must return residuals [points], which the step squares, "
+                f"not one number, such as a loss"
             )
         if list(found.shape) == [self.count] * 2 and self.count > MOST_ALIKE:
             raise ValueError(
@@ -84,7 +84,7 @@ class Term:
             )
         if found.dim() > 2 or len(found) != self.count:
             raise ValueError(
-                f"term {self.name!r} returned {list(found.shape)} for {self.count} points; return "
-                f"residuals [points] or [points, k]"
+                f"term {self.name!r} must return residuals [points] or [points, k], and returned "
+                f"{list(found.shape)} for {self.count} points"
             )
         return found.flatten(1) if found.dim() == 2 else found[:, None]
