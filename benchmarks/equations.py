@@ -36,10 +36,10 @@ import mpikfac
 from mpikfac.lab.sample_space.parameters import Parameters
 from mpikfac.lab.sample_space.products import gram
 from mpikfac.lab.sample_space.records import record
-from mpikfac_apps.lab.equations.equations import Progress, solve
+from mpikfac_apps.lab.equations.equations import Solved, solve
 from mpikfac_apps.lab.equations.optimizers import stepper
 from mpikfac_apps.lab.equations.problems import PROBLEMS
-from mpikfac_apps.lab.equations.task import Task
+from mpikfac_apps.lab.equations.task import EquationTask
 from mpikfac_apps.text import table
 
 Job = tuple[str, str, int]
@@ -94,14 +94,14 @@ def run(
     seed: int,
     points: int = POINTS,
     seconds: float = SECONDS,
-) -> list[Progress]:
+) -> list[Solved]:
     """Return the progress of a run at ten times."""
     comm = mpikfac.world()
-    task = Task(PROBLEMS[problem], points, WIDTH, seed)
+    task = EquationTask(PROBLEMS[problem], points, WIDTH, seed)
     return list(solve(task, stepper(optimizer, task, rate, comm), seconds, comm))
 
 
-def keep(job: Job, progress: Sequence[Progress]) -> None:
+def keep(job: Job, progress: Sequence[Solved]) -> None:
     """Append a result to the file."""
     end = progress[-1]
     result = {
@@ -207,7 +207,7 @@ WAYS = {
 def cost(way: str, width: int, points: int) -> tuple[float, float]:
     """Return the CPU seconds of J J^T and the growth of the process's size, in MiB."""
     torch.set_num_threads(1)
-    small, large = (Task(PROBLEMS["poisson"], count, width, 0) for count in (8, points))
+    small, large = (EquationTask(PROBLEMS["poisson"], count, width, 0) for count in (8, points))
     WAYS[way](small.model, small.terms[0].points)  # the first call takes longer
     before, start = peak(), time.process_time()
     WAYS[way](large.model, large.terms[0].points)
@@ -223,7 +223,7 @@ def costs() -> None:
     """Print the costs of all ways, each measured in three processes of their own."""
     rows = [("width, weights, points", *(f"{way}: seconds, MiB" for way in WAYS))]
     for width, points in COSTS:
-        task = Task(PROBLEMS["poisson"], points, width, 0)
+        task = EquationTask(PROBLEMS["poisson"], points, width, 0)
         weights = sum(parameter.numel() for parameter in task.model.parameters())
         cells = []
         for way in WAYS:

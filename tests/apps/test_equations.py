@@ -12,7 +12,7 @@ import mpikfac
 from mpikfac_apps.lab.equations import equations
 from mpikfac_apps.lab.equations.optimizers import OPTIMIZERS, stepper
 from mpikfac_apps.lab.equations.problems import PROBLEMS
-from mpikfac_apps.lab.equations.task import Derivatives, Task, by_jets, by_passes, grid
+from mpikfac_apps.lab.equations.task import Derivatives, EquationTask, by_jets, by_passes, grid
 from support.launch import launch
 
 SMALL = ["--points=12", "--width=6", "--seconds=0.001"]
@@ -40,15 +40,15 @@ def test_the_exact_solution_solves_the_equation(name):
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_forward_and_backward_mode_have_the_same_loss(name):
     """Oracle: double backward; and the loss from its definition, for two ranks together."""
-    task = Task(PROBLEMS[name], 13, 6, seed=0)
+    task = EquationTask(PROBLEMS[name], 13, 6, seed=0)
     loss = task.loss(by_jets)
     torch.testing.assert_close(loss, task.loss(by_passes), rtol=1e-12, atol=0)
     whole = torch.stack(
         [part.residual(task.model, part.points).square().mean() for part in task.terms]
     )
-    weights = torch.tensor([task.problem.weight, 1.0], dtype=torch.float64)
+    weights = torch.tensor([task.equation.weight, 1.0], dtype=torch.float64)
     torch.testing.assert_close(loss, whole @ weights / 2, rtol=1e-12, atol=0)
-    parts = [Task(PROBLEMS[name], 13, 6, 0, rank, 2).loss() for rank in (0, 1)]
+    parts = [EquationTask(PROBLEMS[name], 13, 6, 0, rank, 2).loss() for rank in (0, 1)]
     torch.testing.assert_close(loss, sum(parts), rtol=1e-12, atol=0)
     assert task.tested_loss() == loss.item() and task.model.training
 
@@ -56,7 +56,7 @@ def test_forward_and_backward_mode_have_the_same_loss(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_reduce_the_loss(name):
     """Oracle: the loss before; the inverse problem has parameters outside of the network."""
-    task = Task(PROBLEMS["inverse"], 24, 8, seed=0)
+    task = EquationTask(PROBLEMS["inverse"], 24, 8, seed=0)
     before, start = task.tested_loss(), task.coefficients.detach().clone()
     step = stepper(name, task, None, mpikfac.world())
     for number in range(8):
@@ -66,12 +66,12 @@ def test_optimizers_reduce_the_loss(name):
 
 def test_sample_space_finds_the_solution_and_the_coefficients():
     """Oracle: the exact solution and coefficients of the inverse problem."""
-    task = Task(PROBLEMS["inverse"], 150, 12, seed=0)
+    task = EquationTask(PROBLEMS["inverse"], 150, 12, seed=0)
     step = stepper("sample-space", task, None, mpikfac.world())
     for _ in range(60):
         step(0.0)
     assert task.error() < 0.05
-    exact = torch.tensor(task.problem.coefficients).double()
+    exact = torch.tensor(task.equation.coefficients).double()
     torch.testing.assert_close(task.coefficients.detach(), exact, rtol=0.05, atol=0)
 
 

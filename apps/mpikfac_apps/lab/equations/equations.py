@@ -21,13 +21,13 @@ from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.lab.equations.optimizers import Step, stepper
 from mpikfac_apps.lab.equations.options import EQUATIONS, EquationsOptions
 from mpikfac_apps.lab.equations.problems import PROBLEMS
-from mpikfac_apps.lab.equations.task import GRID, Task, grid
+from mpikfac_apps.lab.equations.task import GRID, EquationTask, grid
 from mpikfac_apps.place import share_cores
 
 LINES = 10
 
 
-class Progress(NamedTuple):
+class Solved(NamedTuple):
     """A state of a solution.
 
     Attributes:
@@ -62,7 +62,7 @@ def equations(comm: mpikfac.comm.Comm, options: EquationsOptions, watchdog: Watc
     """
     share_cores(comm, None)
     with mpikfac.comm.together(comm, "equations"):
-        task = Task(
+        task = EquationTask(
             PROBLEMS[options.problem],
             *(options.points, options.width, options.seed, comm.rank, comm.size),
         )
@@ -74,7 +74,7 @@ def equations(comm: mpikfac.comm.Comm, options: EquationsOptions, watchdog: Watc
 
     weights = sum(parameter.numel() for parameter in task.model.parameters())
     inside, given = task.counts
-    say(f"{task.problem.equation}; {inside:,} points, {given:,} values, {weights:,} weights")
+    say(f"{task.equation.text}; {inside:,} points, {given:,} values, {weights:,} weights")
     say(f"{'seconds':>8} {'steps':>7} {'loss':>9} {'L2 error':>9}")
     for at in solve(task, step, options.seconds, comm, lambda step: watchdog.enter("step", step)):
         found = "".join(f"  {value:.5f}" for value in at.coefficients)
@@ -86,13 +86,13 @@ def equations(comm: mpikfac.comm.Comm, options: EquationsOptions, watchdog: Watc
 
 
 def solve(
-    task: Task,
+    task: EquationTask,
     step: Step,
     seconds: float,
     comm: mpikfac.comm.Comm,
     progress: Callable[[int], None] = lambda _: None,
     lines: int = LINES,
-) -> Iterator[Progress]:
+) -> Iterator[Solved]:
     """Yield the progress at equal parts of the time, the last at its end.
 
     Collective over: comm.
@@ -108,18 +108,18 @@ def solve(
             step(min(1.0, spent / seconds))
             spent, steps = spent + time.process_time() - start, steps + 1
         (loss,) = mpikfac.comm.summed(comm, [task.tested_loss()])
-        yield Progress(spent, steps, loss, task.error(), tuple(task.coefficients.tolist()))
+        yield Solved(spent, steps, loss, task.error(), tuple(task.coefficients.tolist()))
 
 
 @torch.no_grad()
-def draw(task: Task, path: Path) -> None:
+def draw(task: EquationTask, path: Path) -> None:
     """Draw the solution and its error over the unit square."""
     from matplotlib.figure import Figure
 
     points = grid()
-    found, exact = task.model(points)[:, 0], task.problem.exact(points)
+    found, exact = task.model(points)[:, 0], task.equation.exact(points)
     figure = Figure(figsize=(8, 3.2), layout="constrained")
-    second = "t" if len(task.problem.sides) == 3 else "y"
+    second = "t" if len(task.equation.sides) == 3 else "y"
     solution, error = figure.subplots(ncols=2)
     largest = (found - exact).abs().max().item()
     for panel, values, looks in (

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac_apps.lab.equations.task import Solution, Task, by_jets, by_passes
+from mpikfac_apps.lab.equations.task import EquationTask, Solution, by_jets, by_passes
 
 Step = Callable[[float], None]
 """Makes a step; the argument is the fraction of the time that is spent."""
@@ -16,7 +16,7 @@ RATES = {"adam": 0.003, "lbfgs": 1.0, "adam-lbfgs": 0.003, "soap": 0.003, "kfac"
 MEMORY = 50  # steps that L-BFGS remembers
 
 
-def stepper(name: str, task: Task, rate: float | None, comm: mpikfac.comm.Comm) -> Step:
+def stepper(name: str, task: EquationTask, rate: float | None, comm: mpikfac.comm.Comm) -> Step:
     """Return the steps of an optimizer by name.
 
     Collective over: comm.
@@ -35,7 +35,7 @@ def stepper(name: str, task: Task, rate: float | None, comm: mpikfac.comm.Comm) 
     return OPTIMIZERS[name](task, RATES[name] if rate is None else rate)
 
 
-def sample_space(task: Task, comm: mpikfac.comm.Comm) -> Step:
+def sample_space(task: EquationTask, comm: mpikfac.comm.Comm) -> Step:
     """Return Gauss-Newton steps in the space of residuals."""
     steps = mpikfac.lab.SampleSpace(task.model, task.terms, also=task.unknown, comm=comm)
 
@@ -45,7 +45,9 @@ def sample_space(task: Task, comm: mpikfac.comm.Comm) -> Step:
     return step
 
 
-def first_order(optimizer: torch.optim.Optimizer, task: Task, solution: Solution = by_jets) -> Step:
+def first_order(
+    optimizer: torch.optim.Optimizer, task: EquationTask, solution: Solution = by_jets
+) -> Step:
     """Return steps whose rate decays linearly to 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
 
@@ -59,12 +61,12 @@ def first_order(optimizer: torch.optim.Optimizer, task: Task, solution: Solution
     return step
 
 
-def adam(task: Task, rate: float) -> Step:
+def adam(task: EquationTask, rate: float) -> Step:
     """Return steps of Adam."""
     return first_order(torch.optim.Adam(task.parameters, lr=rate), task)
 
 
-def lbfgs(task: Task, rate: float) -> Step:
+def lbfgs(task: EquationTask, rate: float) -> Step:
     """Return steps of L-BFGS with a line search, of up to 20 iterations each."""
     optimizer = torch.optim.LBFGS(
         task.parameters, lr=rate, history_size=MEMORY, line_search_fn="strong_wolfe"
@@ -82,7 +84,7 @@ def lbfgs(task: Task, rate: float) -> Step:
     return step
 
 
-def adam_then_lbfgs(task: Task, rate: float) -> Step:
+def adam_then_lbfgs(task: EquationTask, rate: float) -> Step:
     """Return steps of Adam in the first half of the time, and of L-BFGS in the second."""
     first, second = adam(task, rate), lbfgs(task, RATES["lbfgs"])
 
@@ -95,18 +97,18 @@ def adam_then_lbfgs(task: Task, rate: float) -> Step:
     return step
 
 
-def soap(task: Task, rate: float) -> Step:
+def soap(task: EquationTask, rate: float) -> Step:
     """Return steps of SOAP."""
     return first_order(mpikfac.DistributedSOAP(with_coefficients(task), lr=rate), task)
 
 
-def kfac(task: Task, rate: float) -> Step:
+def kfac(task: EquationTask, rate: float) -> Step:
     """Return steps of K-FAC, whose factors come from passes of the network itself."""
     optimizer = mpikfac.KFACOptimizer(with_coefficients(task), lr=rate)
     return first_order(optimizer, task, by_passes)
 
 
-def with_coefficients(task: Task) -> nn.Module:
+def with_coefficients(task: EquationTask) -> nn.Module:
     """Return a module with all parameters of the task."""
     if not task.unknown:
         return task.model
@@ -115,6 +117,6 @@ def with_coefficients(task: Task) -> nn.Module:
     return whole
 
 
-OPTIMIZERS: dict[str, Callable[[Task, float], Step]] = {
+OPTIMIZERS: dict[str, Callable[[EquationTask, float], Step]] = {
     **{"adam": adam, "lbfgs": lbfgs, "adam-lbfgs": adam_then_lbfgs, "soap": soap, "kfac": kfac}
 }

@@ -35,11 +35,11 @@ class Function(Protocol):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Equation:
     """An equation on the unit square, in (x, y) or (x, t).
 
     Attributes:
-        equation: the equation as a text.
+        text: the equation as a text.
         exact: the solution, from points `[points, 2]` to `[points]`.
         residual: of a function at points, with the unknown coefficients if there are any.
         sides: the sides with given values, each an axis and its constant coordinate.
@@ -48,7 +48,7 @@ class Problem:
         inside: the number of given values inside of the square.
     """
 
-    equation: str
+    text: str
     exact: Callable[[Tensor], Tensor]
     residual: Callable[[Function, Tensor, Tensor], Tensor]
     sides: tuple[tuple[int, float], ...]
@@ -104,13 +104,13 @@ def two_modes(p: Tensor) -> Tensor:
 
 
 PROBLEMS = {
-    "poisson": Problem("u_xx + u_yy = f", lambda p: waves(p, 1, 1), of_poisson, SQUARE),
-    "helmholtz": Problem(
+    "poisson": Equation("u_xx + u_yy = f", lambda p: waves(p, 1, 1), of_poisson, SQUARE),
+    "helmholtz": Equation(
         "u_xx + u_yy + (2 pi)^2 u = f", lambda p: waves(p, 2, 2), of_helmholtz, SQUARE, 1 / 16
     ),
-    "heat": Problem("u_t = 0.25 u_xx", heat, of_heat, START),
-    "burgers": Problem("u_t + u u_x = 0.02 u_xx", front, of_burgers, START),
-    "inverse": Problem(
+    "heat": Equation("u_t = 0.25 u_xx", heat, of_heat, START),
+    "burgers": Equation("u_t + u u_x = 0.02 u_xx", front, of_burgers, START),
+    "inverse": Equation(
         "-a u_xx - b u_yy = f", two_modes, of_inverse, SQUARE, 1 / 100, (0.5, 2.0), 60
     ),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mpikfac
-from mpikfac_apps.lab.equations.problems import Function, Problem
+from mpikfac_apps.lab.equations.problems import Equation, Function
 
 GRID = 64  # points per axis at which the error is measured
 DEPTH = 3
@@ -43,7 +43,7 @@ def by_passes(model: nn.Module, points: Tensor) -> Function:
     return Derivatives(value, first, torch.stack(second, 1))
 
 
-class Task:
+class EquationTask:
     """A network that has to solve an equation, in float64.
 
     Args:
@@ -56,17 +56,17 @@ class Task:
     """
 
     def __init__(
-        self, problem: Problem, points: int, width: int, seed: int, rank: int = 0, size: int = 1
+        self, equation: Equation, points: int, width: int, seed: int, rank: int = 0, size: int = 1
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.problem = problem
+        self.equation = equation
         self.model = network(width, generator)
-        self.coefficients = nn.Parameter(torch.ones(len(problem.coefficients)).double())
+        self.coefficients = nn.Parameter(torch.ones(len(equation.coefficients)).double())
         inside = torch.rand(points, 2, generator=generator).double()
-        given = given_points(problem, points // 3, generator)
+        given = given_points(equation, points // 3, generator)
         self.counts = len(inside), len(given)
         self._inside, self._given = inside[rank::size], given[rank::size]
-        self._values = problem.exact(self._given)
+        self._values = equation.exact(self._given)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -82,13 +82,13 @@ class Task:
     def terms(self) -> list[mpikfac.lab.Term]:
         """The residuals of the equation and of the given values, at this rank's points."""
         return [
-            mpikfac.lab.Term(self.of_equation, self._inside, self.problem.weight),
+            mpikfac.lab.Term(self.of_equation, self._inside, self.equation.weight),
             mpikfac.lab.Term(self.of_values, (self._given, self._values)),
         ]
 
     def of_equation(self, model: nn.Module, points: Tensor, solution: Solution = by_jets) -> Tensor:
         """Return the residuals of the equation, `[points]`."""
-        return self.problem.residual(solution(model, points), points, self.coefficients)
+        return self.equation.residual(solution(model, points), points, self.coefficients)
 
     def of_values(self, model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
         """Return the differences to the given values, `[points]`."""
@@ -100,7 +100,7 @@ class Task:
         equation = self.of_equation(self.model, self._inside, solution).square().sum()
         values = self.of_values(self.model, (self._given, self._values)).square().sum()
         inside, given = self.counts
-        return self.problem.weight * equation / (2 * inside) + values / (2 * given)
+        return self.equation.weight * equation / (2 * inside) + values / (2 * given)
 
     @torch.no_grad()
     def tested_loss(self) -> float:
@@ -114,7 +114,7 @@ class Task:
     def error(self) -> float:
         """Return the relative L2 error of the solution, on a grid of cell centres."""
         points = grid()
-        exact = self.problem.exact(points)
+        exact = self.equation.exact(points)
         return ((self.model(points)[:, 0] - exact).norm() / exact.norm()).item()
 
 
@@ -130,15 +130,15 @@ def network(width: int, generator: torch.Generator) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def given_points(problem: Problem, count: int, generator: torch.Generator) -> Tensor:
+def given_points(equation: Equation, count: int, generator: torch.Generator) -> Tensor:
     """Return points with given values: about `count` on the sides, and those inside."""
     parts = [
-        torch.rand(max(1, count // len(problem.sides)), 2, generator=generator)
-        for _ in problem.sides
+        torch.rand(max(1, count // len(equation.sides)), 2, generator=generator)
+        for _ in equation.sides
     ]
-    for part, (axis, coordinate) in zip(parts, problem.sides):
+    for part, (axis, coordinate) in zip(parts, equation.sides):
         part[:, axis] = coordinate
-    return torch.cat([*parts, torch.rand(problem.inside, 2, generator=generator)]).double()
+    return torch.cat([*parts, torch.rand(equation.inside, 2, generator=generator)]).double()
 
 
 def grid() -> Tensor:
