@@ -213,11 +213,11 @@ def test_what_has_no_rule_is_refused_by_name(function, words):
 def test_jets_and_tensors_of_other_shapes_are_refused():
     """Oracle: shapes that a tensor would broadcast over points."""
     x = jet(points())
-    with pytest.raises(ValueError, match="other directions or another number of dimensions"):
+    with pytest.raises(ValueError, match="equal numbers of directions and of dim"):
         x + x[:, 0]
-    with pytest.raises(ValueError, match="other directions"):
+    with pytest.raises(ValueError, match="equal numbers"):
         x * jet(points(), directions(2))
-    with pytest.raises(ValueError, match="more dimensions than Jet"):
+    with pytest.raises(ValueError, match="not have more dimensions than Jet"):
         x[:, 0] * points()
     with pytest.raises(AttributeError, match="no attribute 'stream'"):
         x.stream  # noqa: B018

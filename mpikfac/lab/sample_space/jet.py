@@ -287,7 +287,7 @@ def _matching(x: Jet, y: Jet) -> Jet:
         ValueError: it has not.
     """
     if (x.directions, x.ndim) != (y.directions, y.ndim):
-        raise ValueError(f"{x} and {y} have other directions or another number of dimensions")
+        raise ValueError(f"{x} and {y} must have equal numbers of directions and of dimensions")
     return y
 
 
@@ -300,7 +300,10 @@ def _aligned(x: Jet, constant: Any) -> Any:
     if not isinstance(constant, Tensor) or constant.ndim < x.ndim:
         return constant
     if constant.ndim > x.ndim:
-        raise ValueError(f"a tensor {list(constant.shape)} has more dimensions than {x}")
+        raise ValueError(
+            f"a tensor {list(constant.shape)} must not have more dimensions than {x}; give it the "
+            f"shape of the features"
+        )
     return constant[:, None]
 
 
