@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import yaml
 
@@ -11,8 +13,18 @@ from support.problem import SETTINGS, network, run, sgd
 
 @pytest.fixture(autouse=True)
 def mpi_goes_on(monkeypatch):
-    """Keep MPI alive for later tests: a program with an error code would end MPI."""
+    """Keep MPI and this process alive for later tests: a program that fails would end them."""
+
+    class Surviving(SimpleNamespace):
+        def Abort(self, errorcode: int = 0) -> None:
+            """Return, so that `abort_on_error` raises SystemExit."""
+
+    def abort_on_error(comm, *where):
+        ranks = Surviving(rank=comm.rank, size=comm.size, Ibarrier=comm.Ibarrier)
+        return mpikfac.errors.abort_on_error(ranks, *where)
+
     monkeypatch.setattr("mpikfac.comm.mpi.MPI.Finalize", lambda: None)
+    monkeypatch.setattr("mpikfac.abort_on_error", abort_on_error)
 
 
 @pytest.fixture(scope="module")

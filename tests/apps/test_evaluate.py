@@ -73,9 +73,8 @@ def build():
 """
 
 
-def test_images_of_more_classes_than_the_network_has_are_refused(tmp_path, monkeypatch, capsys):
+def test_images_of_more_classes_than_the_network_has_are_refused(tmp_path, capsys):
     """Oracle: a network of three outputs, and images of three classes, then of four classes."""
-    monkeypatch.setattr("mpikfac.comm.mpi.MPI.Finalize", lambda: None)
     (tmp_path / "fixed.py").write_text(FIXED)
     three, four = (pictures.noise(tmp_path / name, {"train": 4, "val": 2}) for name in ("3", "4"))
     for part in ("train", "val"):
@@ -116,7 +115,6 @@ def test_a_file_that_a_run_directory_names_is_not_executed(
     tmp_path, monkeypatch, capfd, key, body, source
 ):
     """Oracle: the file leaves a trace: with --trust alone, and as the training leaves one."""
-    monkeypatch.setattr("mpikfac.comm.mpi.MPI.Finalize", lambda: None)
     file, trace = tmp_path / f"{key[:4]}{source[:4]}.py", tmp_path / f"{key[:4]}{source[:4]}.ran"
     file.write_text(OF_STRANGERS + body)
     run = tmp_path / "run"

@@ -21,11 +21,6 @@ IMAGES, QUERIES = 120, 3
 QUICK = f"--batch=60 --data.train_images={IMAGES} --epochs=2 --threads=1".split()
 
 
-@pytest.fixture(autouse=True)
-def _no_end(monkeypatch):
-    monkeypatch.setattr("mpikfac.comm.mpi.MPI.Finalize", lambda: None)
-
-
 @pytest.fixture
 def run(tmp_path):
     """Return the directory of a K-FAC run."""

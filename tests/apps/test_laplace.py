@@ -26,11 +26,6 @@ QUICK = (
 WHERE = "--device=cpu"
 
 
-@pytest.fixture(autouse=True)
-def _no_end(monkeypatch):
-    monkeypatch.setattr("mpikfac.comm.mpi.MPI.Finalize", lambda: None)
-
-
 @pytest.fixture
 def run(tmp_path):
     """Return the directory of a K-FAC run."""

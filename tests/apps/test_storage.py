@@ -8,7 +8,7 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -59,8 +59,10 @@ def full(disk: Path) -> Iterator[None]:
     filler = disk / "filler"
     with open(filler, "wb") as file:
         file.write(bytes(shutil.disk_usage(disk).free))
-    yield
-    filler.unlink()
+    try:
+        yield
+    finally:
+        filler.unlink()
 
 
 @contextmanager
@@ -68,8 +70,10 @@ def read_only(disk: Path) -> Iterator[None]:
     """Put a read-only mount on the disk; open files stay writable, as Linux wants."""
     mounted("--bind", str(disk), str(disk))
     mounted("-o", "remount,bind,ro", str(disk))
-    yield
-    subprocess.run(["umount", str(disk)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 @contextmanager
@@ -77,8 +81,10 @@ def out_of_descriptors(disk: Path) -> Iterator[None]:
     former = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Not the lowest free descriptor: a checkpoint that is just written closes lower ones.
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, former[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, former)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, former)
 
 
 @contextmanager
@@ -123,17 +129,20 @@ FAULTS = (full, read_only, out_of_descriptors, without_metrics, with_other_metri
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_run_outlives_storage_that_fails_for_a_while(disk, undisturbed, monkeypatch, fault):
     """Oracle: metrics and the last checkpoint's step of an undisturbed run."""
-    step, failing = Run.step, fault(disk)
+    step = Run.step
+    with ExitStack() as failing:
 
-    def disturbed(run: Run, number: int, *batch: object) -> None:
-        if number == 3:
-            failing.__enter__()
-        if number == 6:
-            failing.__exit__(None, None, None)
-        step(run, number, *batch)
+        def disturbed(run: Run, number: int, *batch: object) -> None:
+            if number in (3, 6):
+                run.saver.settle()
+            if number == 3:
+                failing.enter_context(fault(disk))
+            if number == 6:
+                failing.close()
+            step(run, number, *batch)
 
-    monkeypatch.setattr(Run, "step", disturbed)
-    assert train.main([*OPTIONS, f"--run_dir={disk / 'run'}"]) == 0
+        monkeypatch.setattr(Run, "step", disturbed)
+        assert train.main([*OPTIONS, f"--run_dir={disk / 'run'}"]) == 0
     assert rows(disk / "run") == undisturbed
     found = mpikfac.find_checkpoint(mpikfac.world(), disk / "run" / "checkpoints")
     assert found.step == STEPS
@@ -183,7 +192,8 @@ def test_a_line_begins_at_the_begin_of_a_line(tmp_path, undisturbed, monkeypatch
 
 GONE: dict[str, Callable[[Path], object]] = {
     "moved": lambda run: run.rename(run.with_name("elsewhere")),
-    "deleted": shutil.rmtree,
+    # Renamed first, because the run adds files while others are removed.
+    "deleted": lambda run: shutil.rmtree(run.rename(run.with_name("old")), ignore_errors=True),
     "replaced": lambda run: shutil.copytree(run.rename(run.with_name("elsewhere")), run / "other"),
 }
 

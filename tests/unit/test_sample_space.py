@@ -35,7 +35,7 @@ def damped(jacobian, target, damping, start=0.0):
 # -- rows ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [256, 3])
+@pytest.mark.parametrize("chunk", [128, 3])
 def test_products_are_those_of_the_dense_jacobian(monkeypatch, chunk):
     """Oracle: the Jacobian of residuals with nested derivatives, by torch.func."""
     monkeypatch.setattr("mpikfac.lab.sample_space.products.CHUNK", chunk)
@@ -84,6 +84,22 @@ def test_positions_and_operations_in_place_are_recorded():
     SampleSpace(model, [Term(mean, x)], lengths=[1.0]).step()
     expected = before - damped(jacobian, r.detach(), 1e-3)
     torch.testing.assert_close(flat(model, torch.empty(0)), expected, **EXACT)
+
+
+def test_a_few_parameters_of_other_layers_can_be_trained():
+    """Oracle: dense least squares, with rows of autograd."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = points(6)
+    r = border(model, x) / math.sqrt(6)
+    rows = [torch.autograd.grad(e, [*model.parameters()], retain_graph=True) for e in r]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in of_row]) for of_row in rows])
+    before = flat(model, torch.empty(0))
+    steps = SampleSpace(model, [Term(border, x)], also=model[1].parameters(), momentum=0.5)
+    length = steps.step().length
+    expected = before - length * damped(jacobian, r.detach(), 1e-3)
+    torch.testing.assert_close(flat(model, torch.empty(0)), expected, **EXACT)
+    assert "sample/momentum/1.weight" in steps.state_dict()
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -338,13 +354,17 @@ def test_models_that_cannot_be_trained_are_refused(model, line):
         ),
         ({"also": [torch.ones(2)]}, "also must contain leaf tensors that require gradients"),
         ({"also": [nn.Parameter(torch.ones(2)).double()]}, "also must contain leaf tensors"),
+        ({"also": [network().last.weight, None]}, "also must contain leaf tensors"),
+        ({"also": "last.weight"}, "also must not have parameters of layer 'last'; leave them out"),
     ],
 )
 def test_wrong_arguments_are_refused(settings, line):
     """Oracle: one line with the argument, its value and the right ones."""
-    arguments = {"terms": [Term(border, points(5))]} | settings
+    model, arguments = network(), {"terms": [Term(border, points(5))]} | settings
+    if arguments.get("also") == "last.weight":
+        arguments["also"] = [model.last.weight]
     with pytest.raises(ValueError, match=line):
-        SampleSpace(network(), **arguments)
+        SampleSpace(model, **arguments)
 
 
 @pytest.mark.parametrize("wrong", [(), 3.0, torch.tensor(1.0), (points(2), points(3)), [points(2)]])

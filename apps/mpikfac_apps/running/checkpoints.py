@@ -110,7 +110,7 @@ class Saver:
     def _is_bare(self) -> bool:
         """Return whether checkpoints were written and none is left, as seen by rank 0."""
         root = self._writer.root
-        bare = self._writer.comm.bcast(self.step >= 0 and not any(root.glob("step-*")))
+        bare = self._writer.comm.bcast(self.step >= 0 and _is_empty(root))
         if bare:
             log.warning("%s was emptied or removed during the run, and is created again", root)
         return bool(bare)
@@ -187,3 +187,11 @@ def check_steps(steps: int, named: int, end: int, limit: str) -> None:
         raise ValueError(f"item 'trainer/steps' is {steps}; the manifest has step {named}")
     if steps > end:
         raise ValueError(f"it has step {steps}, but this run ends at step {end}; raise {limit}")
+
+
+def _is_empty(root: Path) -> bool:
+    """Return whether there are no checkpoints; False if the file system does not answer."""
+    try:
+        return not any(root.glob("step-*"))
+    except OSError:  # writing a checkpoint will report the cause
+        return False

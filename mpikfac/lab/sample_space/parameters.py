@@ -116,7 +116,10 @@ def _covered(model: nn.Module, also: Sequence[Tensor]) -> dict[str, nn.Linear]:
                 f"layer {name!r} has a frozen and a trained parameter; freeze both, or neither"
             )
         for parameter in own:
-            if (other := known.setdefault(id(parameter), name)) != name:
+            other = known.setdefault(id(parameter), name)
+            if other == "also":
+                raise ValueError(f"also must not have parameters of layer {name!r}; leave them out")
+            if other != name:
                 raise ValueError(
                     f"layers {other!r} and {name!r} share a parameter; call one layer twice instead"
                 )

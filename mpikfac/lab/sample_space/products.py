@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from mpikfac.lab.sample_space.records import Block, Rows
 
-CHUNK = 256
+CHUNK = 128
 """Rows that are multiplied at a time, so that products of their streams stay small."""
 
 
 def chunks(rows: Rows) -> Iterator[Rows]:
-    """Yield parts of the rows, of at most `CHUNK` rows each."""
-    for start in range(0, len(rows[0].a), CHUNK):
+    """Yield parts of the rows, of at most `CHUNK` rows each; a single part if there are none."""
+    for start in range(0, max(1, len(rows[0].a)), CHUNK):
         yield [block.part(slice(start, start + CHUNK)) for block in rows]
 
 
@@ -25,7 +24,7 @@ def gram(left: Sequence[Rows], right: Sequence[Rows]) -> Tensor:
     If both are the same sequence, only half of the products are computed.
     """
     counts = [[len(rows[0].a) for rows in side] for side in (left, right)]
-    total = left[0][0].a.new_zeros(sum(counts[0]), sum(counts[1])) if left else torch.empty(0, 0)
+    total = left[0][0].a.new_zeros(sum(counts[0]), sum(counts[1]))
     lines = [line.split(counts[1], 1) for line in total.split(counts[0])]
     for i, rows in enumerate(left):
         for j, others in enumerate(right):

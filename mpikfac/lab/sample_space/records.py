@@ -23,6 +23,8 @@ from mpikfac.numerics import in_transform, listen
 
 TOLERANCE = {torch.float32: 1e-3, F64: 1e-6}
 """The largest relative difference between a recorded row and autograd's."""
+NO_COLUMN = -1
+"""The column of residuals in backward passes that are not recorded."""
 
 
 class Block:
@@ -68,7 +70,8 @@ class Tape:
 
     Attributes:
         calls: the calls of each layer.
-        column: the column of residuals whose backward pass runs; None while the function runs.
+        column: the column of residuals whose backward pass runs, or `NO_COLUMN`; None while the
+            function runs.
     """
 
     def __init__(self, parameters: Parameters, term: Term) -> None:
@@ -135,10 +138,6 @@ class Tape:
             pairs = [(c.a, c.gradients[column]) for c in calls if column in c.gradients]
             a, g = (torch.cat(side, 1) for side in zip(empty, *pairs))
             yield Block(a.to(F64), g.to(F64))
-
-
-NO_COLUMN = -1
-"""The column of backward passes that are not recorded."""
 
 
 def record(

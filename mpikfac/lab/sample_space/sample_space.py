@@ -82,6 +82,11 @@ class Solution(NamedTuple):
     slope: float
     curvature: float
 
+    @property
+    def relative_damping(self) -> float:
+        """The damping over the mean of the diagonal."""
+        return self.damping / self.mean if self.mean else math.inf
+
     def decrease(self, length: float) -> float:
         """Return the decrease of the loss that linearised residuals predict."""
         return length * self.slope - length**2 / 2 * self.curvature
@@ -285,9 +290,10 @@ class SampleSpace:
         if self._mu:
             self._last.copy_(direction if length else 0 * direction)
         self.damping, self.steps = solution.damping * factor_of(length), self.steps + 1
-        decrease, (damping, mean) = solution.decrease(length), solution[1:3]
+        decrease = solution.decrease(length)
         ratio = (loss - new_loss) / decrease if decrease > 0 else 0.0
-        return Report(loss, new_loss, length, ratio, damping, damping / mean, tries)
+        damping = solution.damping, solution.relative_damping
+        return Report(loss, new_loss, length, ratio, *damping, tries)
 
     def _along_last(self, rows: Sequence[Rows]) -> Tensor:
         """Return the products of rows with the last direction."""
