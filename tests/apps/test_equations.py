@@ -90,7 +90,7 @@ def test_the_program_prints_its_progress_and_draws(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rate=1"], "rate=1: sample-space has no rate; omit --rate"),
+        (["--rate=1"], "rate=1 must be null with sample-space, which has no rate"),
         (["--points=4"], "points"),
         (["--picture=x.txt"], "must end in"),
     ],

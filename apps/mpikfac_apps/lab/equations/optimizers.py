@@ -26,7 +26,7 @@ def stepper(name: str, task: EquationTask, rate: float | None, comm: mpikfac.com
     """
     if name == "sample-space":
         if rate is not None:
-            raise ValueError(f"rate={rate:g}: sample-space has no rate; omit --rate")
+            raise ValueError(f"rate={rate:g} must be null with sample-space, which has no rate")
         return sample_space(task, comm)
     if comm.size > 1:
         raise ValueError(
