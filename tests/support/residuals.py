@@ -23,7 +23,7 @@ class Network(nn.Module):
     def forward(self, x):
         h = torch.tanh(self.first(x))
         h = h + torch.tanh(self.middle(h))
-        return self.last(torch.tanh(self.middle(h)))
+        return self.last(input=torch.tanh(self.middle(h)))
 
 
 def network(seed=0):
@@ -39,7 +39,9 @@ def unknown():
 
 def points(count, seed=1):
     """Return points in the unit square, equal on all ranks."""
-    return torch.rand(count, 2, generator=torch.Generator("cpu").manual_seed(seed), dtype=F64)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.rand(count, 2, generator=generator, dtype=F64, device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def functions(nu):

@@ -86,6 +86,15 @@ def test_positions_and_operations_in_place_are_recorded():
     torch.testing.assert_close(flat(model, torch.empty(0)), expected, **EXACT)
 
 
+def test_a_programs_hooks_may_change_outputs():
+    """Oracle: the rows of autograd, with which the first step compares."""
+    model = network()
+    model.first.register_forward_hook(lambda module, inputs, output: 2 * output)
+    steps = SampleSpace(model, [Term(border, points(5))])
+    model.middle.register_forward_hook(lambda module, inputs, output: output + 1)
+    assert steps.step().length
+
+
 def test_a_few_parameters_of_other_layers_can_be_trained():
     """Oracle: dense least squares, with rows of autograd."""
     torch.manual_seed(0)

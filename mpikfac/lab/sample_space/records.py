@@ -82,8 +82,10 @@ class Tape:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Return a context in which calls are recorded."""
-        hooks = [
-            layer.register_forward_hook(partial(self._on_forward, name))
+        hooks = [  # before those of the program, which may change the output
+            layer.register_forward_hook(
+                partial(self._on_forward, name), with_kwargs=True, prepend=True
+            )
             for name, layer in self._layers.items()
         ]
         try:
@@ -93,13 +95,20 @@ class Tape:
                 hook.remove()
         self.column = NO_COLUMN
 
-    def _on_forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
+    def _on_forward(
+        self,
+        name: str,
+        module: nn.Module,
+        inputs: tuple[Any, ...],
+        named: dict[str, Any],
+        out: Any,
+    ) -> None:
         if in_transform():
             raise ValueError(
                 f"term {self._term.name!r} calls layer {name!r} under torch.func, which hides the "
                 f"derivatives from the layer; use those of model(mpikfac.lab.jet(x))"
             )
-        x = inputs[0]
+        (x,) = (*inputs, *named.values())
         streams, out = (x.streams, out.streams) if isinstance(x, Jet) else (x[:, None], out)
         one = streams.new_zeros(streams.shape[1:-1])
         one[0] = 1.0  # derivatives of the bias vanish

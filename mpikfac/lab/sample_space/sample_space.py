@@ -216,7 +216,10 @@ class SampleSpace:
     def step(self) -> Report:
         """Move the parameters by one step, identically on all ranks, and return what was done.
 
-        Collective over: comm.
+        In the first step, two rows of J per term are compared with autograd's.
+
+        Collective over: comm. Other ranks learn of a `ValueError`, `OSError` or `UserError` in a
+        residual function; any other error of one rank ends the job only under `python -m mpi4py`.
 
         Raises:
             UserError: on some rank, a residual function fails or cannot be recorded; a term has no
