@@ -1500,6 +1500,28 @@ TABLE = (
         "tests/mpi/test_process_group.py",
         2,
     ),
+    # -- jets
+    Mistake(
+        "jets: the bias of a layer is a part of the derivatives",
+        "lab/sample_space/jet.py",
+        "(0, 2 * x.directions))",
+        "(0, 2 * x.directions), mode='constant', value=1.0)",
+        "tests/unit/test_jet.py",
+    ),
+    Mistake(
+        "jets: second derivatives of products lack the mixed term",
+        "lab/sample_space/jet.py",
+        "a2 * b + 2 * a1 * b1 + a * b2",
+        "a2 * b + a * b2",
+        "tests/unit/test_jet.py",
+    ),
+    Mistake(
+        "jets: second derivatives of functions lack that of the function",
+        "lab/sample_space/jet.py",
+        "d * second + dd * first.square()",
+        "d * second",
+        "tests/unit/test_jet.py",
+    ),
     # -- Gauss-Newton in sample space
     Mistake(
         "sample space: residuals are summed, not averaged over points",

@@ -230,6 +230,7 @@ def test_jets_and_tensors_of_other_shapes_are_refused():
         (torch.ones(4, 2).long(), None, "int64"),
         (torch.rand(4, 2), torch.eye(3), r"directions \[3, 3\] must be \[directions, 2\]"),
         (torch.rand(4, 2), torch.ones(2), "directions"),
+        (torch.rand(4, 2), torch.ones(3, 1, 2), r"or \[4, directions, 2\]"),
     ],
 )
 def test_points_and_directions_have_shapes(x, ways, words):

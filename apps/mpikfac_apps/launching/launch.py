@@ -30,8 +30,8 @@ Start a program on N ranks of this machine, under the MPI that mpi4py loads.
   mpikfac launch -n 4 train --data.name digits
   mpikfac launch -n 4 my_script.py --lr 0.01
 
-PROGRAM is train, evaluate, influence, laplace, check, calibrate or an example of mpikfac, or a
-Python file.
+PROGRAM is train, evaluate, influence, laplace, equations, check, calibrate or an example of
+mpikfac, or a Python file.
 
 With --watchdog_timeout, the ranks of a script write their stacks and end if no rank begins or ends
 a step for SECONDS. Choose more than the longest step, evaluation or checkpoint takes. Under mpirun,

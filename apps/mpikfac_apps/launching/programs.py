@@ -106,6 +106,12 @@ PROGRAMS = {
         "test a network with the uncertainty of its weights",
         ranks=True,
     ),
+    "equations": Program(
+        "lab.equations.equations",
+        "lab.equations.options:EQUATIONS",
+        "solve a differential equation by a network, with a known solution",
+        ranks=True,
+    ),
     "pack": Program(
         "inspecting.pack",
         "inspecting.options:PACK",

@@ -41,7 +41,11 @@ def jet(x: Tensor, directions: Tensor | None = None) -> Jet:
         raise ValueError(f"x of {x.dtype} {list(x.shape)} must be floating point [points, inputs]")
     if directions is None:
         directions = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-    if directions.ndim not in (2, 3) or directions.shape[-1] != x.shape[1]:
+    if (
+        directions.ndim not in (2, 3)
+        or directions.shape[-1] != x.shape[1]
+        or (directions.ndim == 3 and len(directions) != len(x))
+    ):
         raise ValueError(
             f"directions {list(directions.shape)} must be [directions, {x.shape[1]}], or "
             f"[{len(x)}, directions, {x.shape[1]}]"

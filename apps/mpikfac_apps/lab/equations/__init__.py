@@ -1,0 +1,1 @@
+"""Differential equations that a network solves, with known solutions and several optimizers."""
