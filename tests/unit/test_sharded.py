@@ -110,6 +110,13 @@ def test_sharded_models_are_refused(mesh, name):
         mpikfac.KFAC(model := make(mesh), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_residuals_need_whole_parameters(mesh):
+    """Oracle: the line with the remedy."""
+    term = mpikfac.lab.Term(lambda model, x: model(x), torch.ones(2, 3))
+    with pytest.raises(ValueError, match="sharded by fully_shard, .*; use the plain model"):
+        mpikfac.lab.SampleSpace(placed(mesh), [term])
+
+
 CHOICES = {
     "comm-opt": ({"strategy": "comm-opt"}, "assignment.shard_optimizer=True, not False"),
     "robust": ({"strategy": "median"}, "assignment.shard_optimizer=True, not False"),

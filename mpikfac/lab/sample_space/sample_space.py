@@ -20,7 +20,7 @@ from mpikfac.lab.sample_space.products import along, combine
 from mpikfac.lab.sample_space.records import Rows, record
 from mpikfac.lab.sample_space.terms import Points, Term
 from mpikfac.layers import trainer_of
-from mpikfac.model import check_unsharded, describe_tensors, fitting
+from mpikfac.model import check_wrappers, describe_tensors, fitting, fully_sharded
 from mpikfac.numerics import copy_all
 from mpikfac.plan import check_count, check_fraction, check_positive
 from mpikfac.plan.names import OF_MODEL
@@ -163,7 +163,7 @@ class SampleSpace:
         check_fraction("momentum", momentum)
         _check_lengths(lengths)
         _check_terms(terms)
-        check_unsharded(model)
+        _check_whole(model)
         self.model, self.damping, self.steps = model, float(damping), 0
         self.trace = trace or Trace()
         self._terms = {term.name: term for term in terms}
@@ -479,6 +479,20 @@ def _check_terms(terms: Sequence[Term]) -> None:
         raise ValueError(
             f"{count} terms are named {name!r}; give their functions different names, because "
             f"renew() replaces points by name"
+        )
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Check that every rank has whole parameters.
+
+    Raises:
+        ValueError: parameters are sharded.
+    """
+    check_wrappers(model)
+    if fully_sharded(model):
+        raise ValueError(
+            "the model is sharded by fully_shard, but residuals need whole parameters on every "
+            "rank; use the plain model"
         )
 
 
