@@ -21,7 +21,7 @@ import mpikfac
 
 ROOT = Path(__file__).parent.parent
 SHOWN = (
-    *("*.md", "docs/*/*.md", "docs/*.css", "docs/pictures/*.svg"),
+    *("*.md", "docs/*/*.md", "docs/*.css", "docs/pictures/*"),
     *("docs/reports/*.html", "benchmarks/*.md", "benchmarks/results/*", "mpikfac/**/*.py"),
 )
 MODULES = ("mpikfac.settings.schedule", "mpikfac.timeline")  # modules that mpikfac exports
