@@ -14,7 +14,7 @@ from mpikfac.numerics import is_sharded, local
 from mpikfac.plan import ShardedParameter, Sharding
 
 FSDP1, FSDP2 = "FullyShardedDataParallel", "FSDPModule"
-PLAIN = "use the plain model, which `mpirun` or `mpikfac launch` replicates, or fully_shard"
+PLAIN = "the plain model, which `mpirun` or `mpikfac launch` replicates, or fully_shard"
 
 
 def fully_sharded(model: nn.Module) -> list[Any]:
@@ -63,13 +63,13 @@ def check_wrappers(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if _is_a(module, FSDP1):
-            raise ValueError(f"{name or 'the model'} is wrapped in {FSDP1}; {PLAIN}")
+            raise ValueError(f"{name or 'the model'} is wrapped in {FSDP1}; use {PLAIN}")
     by_torch = bool(fully_sharded(model))
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
-            raise ValueError(f"{name} is partitioned by DeepSpeed's ZeRO-3; {PLAIN}")
+            raise ValueError(f"{name} is partitioned by DeepSpeed's ZeRO-3; use {PLAIN}")
         if is_sharded(parameter) and not by_torch:
-            raise ValueError(f"{name} is a DTensor that fully_shard has not created; {PLAIN}")
+            raise ValueError(f"{name} is a DTensor that fully_shard has not created; use {PLAIN}")
 
 
 def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
@@ -103,13 +103,13 @@ def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
     elements = elements_of(parameter)[comm.rank]
     if local(parameter).numel() != elements:
         raise ValueError(
-            f"{name} has {local(parameter).numel()} elements on this rank, not {elements}, as by "
-            f"torch.chunk"
+            f"{name} has {local(parameter).numel()} elements on this rank, and must have "
+            f"{elements}, as after torch.chunk"
         )
     if parameter.device.type != mesh.device_type:
         raise ValueError(
-            f"{name} is on {parameter.device}, but its mesh is on {mesh.device_type}: CPU offload "
-            f"is not supported"
+            f"{name} is on {parameter.device}, and must be on {mesh.device_type}, as its mesh; do "
+            f"not use CPU offload"
         )
 
 
