@@ -81,7 +81,7 @@ stage() {
 # xdist may wait forever for a worker that died.
 one_process() {
     timeout --signal=INT --kill-after=30 "$LIMIT" \
-        "$PYTHON" -m pytest -q -rs --durations=8 --durations-min=4 "$@" </dev/null
+        "$PYTHON" -m pytest -q -rfEs --durations=8 --durations-min=4 "$@" </dev/null
 }
 
 # on_device LANE...: runs the tests on the emulated device. A lane is a number of ranks, and either

@@ -1,30 +1,18 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import yaml
 
 import mpikfac
 from support import problem
 from support.launch import run_each
+from support.outlive import outlive
 from support.problem import SETTINGS, network, run, sgd
 
 
 @pytest.fixture(autouse=True)
 def mpi_goes_on(monkeypatch):
-    """Keep MPI and this process alive for later tests: a program that fails would end them."""
-
-    class Surviving(SimpleNamespace):
-        def Abort(self, errorcode: int = 0) -> None:
-            """Return, so that `abort_on_error` raises SystemExit."""
-
-    def abort_on_error(comm, *where):
-        ranks = Surviving(rank=comm.rank, size=comm.size, Ibarrier=comm.Ibarrier)
-        return mpikfac.errors.abort_on_error(ranks, *where)
-
-    monkeypatch.setattr("mpikfac.comm.mpi.MPI.Finalize", lambda: None)
-    monkeypatch.setattr("mpikfac.abort_on_error", abort_on_error)
+    outlive(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from mpikfac_apps.training.testing import evaluate
 from mpikfac_apps.training.testing.best import Best
 from support import pictures
 from support.launch import launch
+from support.outlive import outlive
 
 TIMES = ("seconds", "images_per_second", "communication")
 QUICK = ("--batch=120", "--data.train_images=360", "--optimizer=sgd", "--threads=1")
@@ -140,7 +141,7 @@ def ran(tmp_path_factory):
     """Return the directory of a run that averages weights, and keeps the best."""
     root = tmp_path_factory.mktemp("ran")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpikfac.comm.mpi.MPI.Finalize", lambda: None)
+        outlive(patch)
         more = ("--epochs=2", "--keep_best", "--ema_decay=0.7")
         assert train.main(arguments(root, *more)) == 0
     return root

@@ -14,6 +14,7 @@ from PIL import Image
 from mpikfac_apps import __main__ as program
 from mpikfac_apps.problems.datasets import DATASETS
 from support.launch import launch
+from support.outlive import outlive
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "start" / "tutorial.md"
@@ -40,7 +41,7 @@ def pictures(root: Path) -> None:
 
 @pytest.fixture
 def mpi_goes_on(monkeypatch):
-    monkeypatch.setattr("mpikfac.comm.mpi.MPI.Finalize", lambda: None)
+    outlive(monkeypatch)
 
 
 @pytest.mark.slow
