@@ -166,7 +166,7 @@ ALLOWED = {
         "counter.py: mmap.mmap",
     ),
     *("export.py: torch.save", "export.py: np.savez", "weights.py: torch.load"),
-    *("compare.py: savefig", "search.py: savefig", "spectra.py: savefig", "style.py: savefig"),
+    *("equations.py: savefig", "search.py: savefig", "spectra.py: savefig", "style.py: savefig"),
 }
 
 
