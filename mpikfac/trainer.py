@@ -45,6 +45,7 @@ from mpikfac.model import (
     check_momentum,
     check_optimizer,
     check_owned,
+    check_replicas,
     check_synchronous,
     check_tensors,
     check_wrappers,
@@ -498,6 +499,7 @@ class Trainer:
             raise
         whole = [parameter for parameter in model.parameters() if not is_sharded(parameter)]
         broadcast(comm, [*whole, *model.buffers()])
+        check_replicas(comm, model, plan.sharding.shards)
         per_node = self._strategy.transport.ranks_per_node
         grid = Grid(comm, plan.grid.workers, self.trace, per_node, plan.split.tp_plan)
         kind = covered.dtype, covered.device

@@ -179,7 +179,8 @@ class Grid:
         comm, size, sizes = self._teams[message.over], sent.element_size(), message.sizes
         outgoing = [count // size for count in sizes[comm.rank]]
         incoming = [row[comm.rank] // size for row in sizes]
-        check_sendable(message.stage, max(sum(outgoing), sum(incoming)))
+        most = max(map(sum, [*sizes, *zip(*sizes)]))  # of all members, so that all agree
+        check_sendable(message.stage, most // size)
         with (
             self._buffers.both(sent, received, message.stage) as buffers,
             self.trace.stage(message.stage, comm.name, message.bytes),

@@ -73,7 +73,7 @@ class Reader:
         """
 
     def weights(self, layer: Layer) -> Sequence[Tensor]:
-        """Return a tensor with the norm of each of the layer's parameters."""
+        """Return tensors whose norms are those of the layer's parameters."""
         return layer.parameters
 
     def write(self, slot: Slot) -> Copies:

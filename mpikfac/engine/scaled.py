@@ -30,7 +30,8 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
     if gradients.plan.sharding:
         raise ValueError(
             "fully_shard averages gradients before they can be unscaled; train with "
-            "MixedPrecisionPolicy(param_dtype=torch.bfloat16), which needs no scaler"
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), which "
+            "needs no scaler"
         )
     if gradients.plan.strategy.transport.overlap:
         raise ValueError(

@@ -18,7 +18,7 @@ from mpikfac.comm import Sender
 from mpikfac.engine.readers import Block, Reader, Slot
 from mpikfac.engine.site import Site
 from mpikfac.layers import Layer
-from mpikfac.model import fully_sharded
+from mpikfac.model import check_averaged, fully_sharded
 from mpikfac.numerics import Copies, copy_all, local
 from mpikfac.plan import Message, ShardedParameter, sharding
 
@@ -90,9 +90,14 @@ class ShardReader(Reader):
         return [each.parameter for each in self._held]
 
     def begin_step(self) -> None:
-        """Return to shards: after a pass without a backward pass, the model has whole weights."""
+        """Return to shards: after a pass without a backward pass, the model has whole weights.
+
+        Raises:
+            ValueError: the gradients are not means over all ranks.
+        """
         self._directions.clear()  # of a step that was interrupted
         for module in self._modules:
+            check_averaged(module)
             module.reshard()
 
     # -- gradients to owners ---------------------------------------------------------------------
@@ -110,7 +115,8 @@ class ShardReader(Reader):
         """
         like, sent = self.sender.arena.flat, list[Tensor]()
         weights = [local(each.parameter) for each in self._sent]
-        for weight, norm, each in zip(weights, torch._foreach_norm(weights), self._sent):
+        norms = torch._foreach_norm(weights) if weights else []  # a replica may send nothing
+        for weight, norm, each in zip(weights, norms, self._sent):
             gradient = each.parameter.grad
             rows = weight.new_zeros(weight.shape) if gradient is None else local(gradient)
             sent += [rows.flatten().to(like.dtype), norm.to(like.dtype).view(1)]

@@ -385,11 +385,12 @@ class Layer:
 
 
 def place_of(module: nn.Module, parameter: Tensor) -> tuple[nn.Module, str]:
-    """Return the module, inside `module`, that has a parameter, and the parameter's name there."""
+    """Return the module, inside `module`, that has a tensor, and the tensor's name there."""
     return next(
         (part, name)
         for part in module.modules()
-        for name, own in part.named_parameters(recurse=False)
+        for named in (part.named_parameters, part.named_buffers)
+        for name, own in named(recurse=False)
         if own is parameter
     )
 

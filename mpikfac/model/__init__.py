@@ -27,6 +27,8 @@ from mpikfac.model.equality import check_equal as check_equal
 from mpikfac.model.equality import check_written as check_written
 from mpikfac.model.equality import checksums as checksums
 from mpikfac.model.rows import Joined as Joined
+from mpikfac.model.sharded import check_averaged as check_averaged
+from mpikfac.model.sharded import check_replicas as check_replicas
 from mpikfac.model.sharded import check_wrappers as check_wrappers
 from mpikfac.model.sharded import fully_sharded as fully_sharded
 from mpikfac.model.sharded import sharding_of as sharding_of

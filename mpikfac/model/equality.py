@@ -32,7 +32,11 @@ def checksums(model: nn.Module, leave: Collection[Tensor] = ()) -> dict[str, int
     """
     left = {id(tensor) for tensor in leave}
     named = chain(model.named_parameters(), model.named_buffers())
-    tensors = {name: tensor.detach() for name, tensor in named if id(tensor) not in left}
+    return sums_of_bits({name: x.detach() for name, x in named if id(x) not in left})
+
+
+def sums_of_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sum of each tensor's elements, read as integers; the host waits once per GPU."""
     sums: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors.values():
         sums.setdefault(tensor.device, []).append(_sum_of_bits(tensor))

@@ -8,13 +8,14 @@ of all ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpikfac.numerics import is_sharded, local
+from mpikfac.plan.names import OF_MODEL, OF_OPTIMIZER_STATE
 
 ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")
 
@@ -37,6 +38,33 @@ def without_rows(name: str) -> str:
     """Return the name of a tensor, of which an item may have only some rows."""
     found = ROWS.fullmatch(name)
     return found[1] if found else name
+
+
+def whole_names(names: Iterable[str], tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of the tensors of a state of which it has all rows.
+
+    Args:
+        names: of the items of the state.
+        tensors: the tensors of the model by name.
+    """
+    found, rows = set[str](), dict[str, set[int]]()
+    for name in names:
+        if part := ROWS.fullmatch(name):
+            rows.setdefault(part[1], set()).update(range(int(part[2]), int(part[3])))
+        else:
+            found.add(name)
+    for name, own in rows.items():
+        tensor = tensors.get(_tensor_of(name))
+        if tensor is None or len(own) == len(tensor):
+            found.add(name)
+    return found
+
+
+def _tensor_of(name: str) -> str:
+    """Return the name in the model of the tensor that an item belongs to."""
+    if name.startswith(OF_OPTIMIZER_STATE):
+        return name.removeprefix(OF_OPTIMIZER_STATE).rpartition("/")[0]
+    return name.removeprefix(OF_MODEL)
 
 
 def stored(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
@@ -73,7 +101,7 @@ class Joined(Mapping[str, Any]):
         return iter(dict.fromkeys(map(without_rows, self._state)))
 
     def __len__(self) -> int:
-        return len([*self])
+        return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
         whole = without_rows(name) if isinstance(name, str) else ""

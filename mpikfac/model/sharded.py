@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from mpikfac.comm import Comm
+from mpikfac.comm import Comm, together
+from mpikfac.errors import RanksDifferError
 from mpikfac.layers import Layer, Other
+from mpikfac.model.equality import sums_of_bits
 from mpikfac.numerics import is_sharded, local
 from mpikfac.plan import ShardedParameter, Sharding
 
-FSDP1, FSDP2 = "FullyShardedDataParallel", "FSDPModule"
+FSDP1, FSDP2, REPLICATE = "FullyShardedDataParallel", "FSDPModule", "ReplicateModule"
 PLAIN = "the plain model, which `mpirun` or `mpikfac launch` replicates, or fully_shard"
 
 
@@ -25,16 +27,19 @@ def fully_sharded(model: nn.Module) -> list[Any]:
 def sharding_of(model: nn.Module, blocks: Sequence[Layer | Other], comm: Comm) -> Sharding:
     """Return the shards of all trained parameters, in the order of the blocks.
 
+    Collective over: comm if `fully_shard` has sharded the model, otherwise none.
+
     Raises:
-        ValueError: shards are not rows, the shards of all ranks are not a whole, or some parameters
-            are not sharded.
+        UserError: on some rank, shards are not rows, the shards of all ranks are not a whole, or
+            some parameters are not sharded.
     """
     if not fully_sharded(model):
         return Sharding()
-    for module in fully_sharded(model):
-        _check_factor(module)
-    for name, parameter in model.named_parameters():
-        _check_placed(name, parameter, comm)
+    with together(comm, "fully_shard"):
+        for module in fully_sharded(model):
+            check_averaged(module)
+        for name, parameter in model.named_parameters():
+            _check_placed(name, parameter, comm)
     trained = [(block.name, parameter) for block in blocks for parameter in block.parameters]
     planned = tuple(ShardedParameter(name, elements_of(p)) for name, p in trained)
     return Sharding(planned, shards_of(trained[0][1]))
@@ -58,18 +63,46 @@ def check_wrappers(model: nn.Module) -> None:
     """Check that nothing but `fully_shard` shards the model.
 
     Raises:
-        ValueError: a module is in FSDP1, or a parameter is partitioned by DeepSpeed or sharded by a
-            tensor-parallel plan of torch.
+        ValueError: a module is in FSDP1 or torch's `replicate`, or a parameter is partitioned by
+            DeepSpeed or sharded by a tensor-parallel plan of torch.
     """
     for name, module in model.named_modules():
-        if _is_a(module, FSDP1):
-            raise ValueError(f"{name or 'the model'} is wrapped in {FSDP1}; use {PLAIN}")
+        for wrapper in (FSDP1, REPLICATE):
+            if _is_a(module, wrapper):
+                raise ValueError(f"{name or 'the model'} is wrapped in {wrapper}; use {PLAIN}")
     by_torch = bool(fully_sharded(model))
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise ValueError(f"{name} is partitioned by DeepSpeed's ZeRO-3; use {PLAIN}")
         if is_sharded(parameter) and not by_torch:
-            raise ValueError(f"{name} is a DTensor that fully_shard has not created; use {PLAIN}")
+            raise ValueError(
+                f"{name} is a DTensor, but not of a part that fully_shard was called on; pass the "
+                f"whole sharded model, or use {PLAIN}"
+            )
+
+
+def check_replicas(comm: Comm, model: nn.Module, shards: int) -> None:
+    """Check that ranks with the same rows of a parameter have the same values.
+
+    Collective over: comm if there are replicas, otherwise none.
+
+    Args:
+        shards: the number of ranks among which rows are distributed; 0 if the model is whole.
+
+    Raises:
+        RanksDifferError: replicas differ; the message names the first parameter.
+    """
+    if shards in (0, comm.size):
+        return
+    rows = {name: local(p.detach()) for name, p in model.named_parameters() if is_sharded(p)}
+    sums = comm.allgather(sums_of_bits(rows))
+    for rank, of_rank in enumerate(sums):
+        for name, value in of_rank.items():
+            if value != sums[rank % shards][name]:
+                raise RanksDifferError(
+                    f"parameter {name!r} has different values on rank {rank} and its replica on "
+                    f"rank {rank % shards}; create the model with the same seed on all ranks"
+                )
 
 
 def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
@@ -97,8 +130,8 @@ def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
     if (len(members), members.index(distributed.get_rank())) != (comm.size, comm.rank):
         raise ValueError(
             f"{name} is sharded over the processes {members}, but K-FAC runs on {comm.size} ranks, "
-            f"of which this is rank {comm.rank}; pass comm=mpikfac.over(mesh.get_group()), with "
-            f"the processes of the mesh in ascending order"
+            f"of which this is rank {comm.rank}; pass comm=mpikfac.over(group), with a group of "
+            f"the processes of the mesh, which must be in ascending order"
         )
     elements = elements_of(parameter)[comm.rank]
     if local(parameter).numel() != elements:
@@ -113,19 +146,33 @@ def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
         )
 
 
-def _check_factor(module: Any) -> None:
-    """Check that gradients of a module become means over ranks.
+def check_averaged(module: Any) -> None:
+    """Check that the gradients of a module's next backward pass become means over all ranks.
 
     Raises:
-        ValueError: the program has set another divisor.
+        ValueError: the program has set another divisor, or turned the reduction off.
     """
-    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    for group in getattr(state, "_fsdp_param_groups", ()):
+    for group in _groups_of(module):
         if (factor := getattr(group, "gradient_divide_factor", None)) is not None:
             raise ValueError(
                 f"set_gradient_divide_factor({factor:g}) must not be called: K-FAC needs the mean "
                 f"of the ranks' gradients, which is the default"
             )
+        if not (getattr(group, "reduce_grads", True) and getattr(group, "all_reduce_grads", True)):
+            raise ValueError(
+                "step() must follow a pass that averages the gradients: call "
+                "set_requires_gradient_sync(True) before the last pass of a batch"
+            )
+
+
+def _groups_of(module: Any) -> Sequence[Any]:
+    """Return the groups of parameters that torch gathers together, by torch's private names."""
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
 
 
 def _is_a(module: nn.Module, name: str) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpikfac.comm import Comm, handed_over
-from mpikfac.model.rows import in_rows, load_rows, stored, without_rows
+from mpikfac.model.rows import in_rows, load_rows, stored, whole_names, without_rows
 from mpikfac.numerics import is_sharded, local
 from mpikfac.plan import plain
 from mpikfac.plan.names import OF_GROUPS, OF_MODEL, OF_OPTIMIZER_STATE, OPTIMIZER_NAME, STEPS
@@ -75,7 +75,10 @@ def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
     The state of a parameter is either complete or missing. Muon and SOAP keep different items for
     different parameters.
     """
-    prefix, names = OF_OPTIMIZER_STATE, {without_rows(name) for name in names}
+    tensors = {
+        name: tensor for name, tensor in model.state_dict().items() if torch.is_tensor(tensor)
+    }
+    prefix, names = OF_OPTIMIZER_STATE, whole_names(names, tensors)
     items = [name.removeprefix(prefix).rpartition("/") for name in names if name.startswith(prefix)]
     held, keys = {name for name, _, _ in items}, {key for _, _, key in items}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -116,13 +119,18 @@ def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, An
     for key in (key for key in state if key.startswith(OF_OPTIMIZER_STATE)):
         name, _, kind = key.removeprefix(OF_OPTIMIZER_STATE).rpartition("/")
         if name in stepped:
-            shaped = kind in AS_PARAMETER
+            shaped = kind in AS_PARAMETER or _has_rows(state[key], stepped[name])
             item = in_rows(key, stepped[name]) if shaped else key
             like = local(stepped[name]) if shaped else state[key]
             items |= fitting(state, {item: like}, rounded=True)
             if isinstance(items[item], str):
                 raise ValueError(f"item {key!r} must be a tensor or a number; it is a str")
     return items
+
+
+def _has_rows(value: Any, parameter: Tensor) -> bool:
+    """Return whether a value belongs to the rows of a sharded parameter."""
+    return is_sharded(parameter) and torch.is_tensor(value) and value.shape == parameter.shape
 
 
 def fitting(

@@ -208,6 +208,7 @@ CASES = {
     "transposed and shared": (transposed, by_root),
     "attention": (words, by_root),
     "replicas of shards": (images, in_replicas),
+    "more replicas than tensors": (single, in_replicas),
 }
 
 
@@ -353,6 +354,32 @@ def test_a_layer_without_gradient_and_a_frozen_one(shard):
     check_same(trained(branches, shard)[0], trained(branches, None)[0], bits=False)
 
 
+def test_passes_that_were_thrown_away_on_shards_of_zeros():
+    """Oracle: a run without the passes; on ranks without rows of a layer, other layers tell."""
+
+    def thrown_away(model, inputs, labels):
+        ordinary(model, 2 * inputs, labels)
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+        ordinary(model, inputs, labels)
+
+    settings = {"grafting": NoGrafting(), "preconditioner": "eigen"}
+    found = trained(transposed, by_layer, loss=thrown_away, **settings)[0]
+    check_same(found, trained(transposed, by_layer, **settings)[0])
+
+
+@pytest.mark.skipif(RANKS < 2, reason="one rank has no replicas")
+def test_replicas_that_differ_are_named():
+    """Oracle: the name of the parameter that is different on the second half of the ranks."""
+    model = in_replicas(images())
+    mesh = model[5].weight.device_mesh
+    if mesh.get_local_rank(0):
+        with torch.no_grad():
+            model[5].weight.to_local().add_(1)
+    with pytest.raises(mpikfac.RanksDifferError, match="'5.weight' has different values on rank"):
+        mpikfac.KFACOptimizer(model, comm=mpikfac.over())
+
+
 def test_a_gradient_that_is_not_finite_is_not_stepped():
     """Oracle: whole weights; the other layers are stepped on all ranks."""
 
@@ -438,7 +465,14 @@ def begun(shard, begin, comm):
     return begin(model, comm=comm, strategy=SHARDED, **INTERVALS)
 
 
-@pytest.mark.parametrize("begin", [usual, momentum])
+def rms(model, **settings):
+    """Return K-FAC with an optimizer whose state has names of its own."""
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.001, momentum=0.5)
+    settings.setdefault("grafting", NoGrafting())
+    return mpikfac.Optimizer(mpikfac.KFAC(model, optimizer, **settings))
+
+
+@pytest.mark.parametrize("begin", [usual, momentum, rms])
 @pytest.mark.parametrize("shard", [by_layer, None, in_replicas])
 def test_a_checkpoint_resumes_with_shards_and_without(comm, shard, begin, tmp_path_factory):
     """Oracle: the run that was not interrupted, whose checkpoint is that of shards or of others."""
@@ -472,6 +506,23 @@ def test_a_checkpoint_of_all_ranks_is_loaded_by_fewer(comm, sharded, tmp_path_fa
     found = everything(loaded.trainer, group)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_rows_of_other_ranks_are_missing(comm):
+    """Oracle: the names of the tensors of which this rank has only some rows."""
+    saved = begun(by_layer, momentum, mpikfac.over())
+    steps(saved, mpikfac.over(), range(1))
+    names = saved.trainer.state_dict().keys()
+    missing = saved.trainer.missing(names)
+    parts = {name for name, p in saved.trainer.model.named_parameters() if _is_part(p)}
+    assert {"model/" + name for name in parts} <= missing
+    every = {name for names in comm.allgather([*names]) for name in names}
+    assert saved.trainer.missing(every) == set()
+    assert len(Joined(dict.fromkeys(every))) == len({name.partition("[")[0] for name in every})
+
+
+def _is_part(parameter):
+    return parameter.to_local().numel() not in (0, parameter.numel())
 
 
 def everything(trainer, comm):

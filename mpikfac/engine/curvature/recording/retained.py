@@ -49,8 +49,9 @@ class RetainedGradients:
             # One call for all layers: on a GPU, a call for each layer starts a kernel for each.
             sizes = iter(torch._foreach_norm([*chain.from_iterable(gradients.values())], 1))
         for name, found in gradients.items():
-            versions = [(id(g), g._version) for g in found]
-            self._retained[name] = Retained(versions, [*islice(sizes, len(found))], accumulated)
+            self._retained[name] = Retained(
+                _versions(found), [*islice(sizes, len(found))], accumulated
+            )
 
     def removed(self, accumulating: bool) -> list[str]:
         """Return the layers whose gradients are None or 0 now, but were not after a pass.
@@ -62,17 +63,32 @@ class RetainedGradients:
             accumulating: whether the current pass adds to `.grad`; if so, the program has not kept
                 what `torch.autograd.grad` returned before.
         """
-        return [
+        removed = [
             name
             for name, retained in self._retained.items()
             if self._is_removed(name, retained, accumulating)
+        ]
+        return removed + self._also_removed(removed)
+
+    def _also_removed(self, removed: Sequence[str]) -> list[str]:
+        """Return sharded layers whose rows on this rank were always 0, and were written now.
+
+        Other ranks have seen that the gradient is 0 now. This rank, which has no or no other rows
+        of the layer, assumes it if it has seen this of other layers.
+        """
+        return [
+            name
+            for name in self._retained
+            if removed and name not in removed and self._is_sharded(name)
+            if _versions(own := self._gradients(name)) != self._retained[name].versions
+            if not any(gradient.any() for gradient in own)
         ]
 
     def _is_removed(self, name: str, retained: Retained, accumulating: bool) -> bool:
         gradients = self._gradients(name)
         if not retained.accumulated:
             return accumulating and not any(g.any() for g in gradients)
-        if gradients and [(id(g), g._version) for g in gradients] == retained.versions:
+        if gradients and _versions(gradients) == retained.versions:
             return False
         return not gradients or (any(retained.sizes) and not any(g.any() for g in gradients))
 
@@ -89,3 +105,7 @@ class RetainedGradients:
     def clear(self) -> None:
         """Discard all records, at the end of a batch."""
         self._retained.clear()
+
+
+def _versions(gradients: Iterable[Tensor]) -> list[tuple[int, int]]:
+    return [(id(gradient), gradient._version) for gradient in gradients]
