@@ -92,6 +92,7 @@ def test_the_program_prints_its_progress_and_draws(capsys, tmp_path):
     [
         (["--rate=1"], "rate=1 must be null with sample-space, which has no rate"),
         (["--points=4"], "points"),
+        (["--points=7000"], "--points 7000 with 2331 given values is too much for sample-space"),
         (["--picture=x.txt"], "must end in"),
     ],
 )

@@ -152,6 +152,23 @@ def test_an_error_of_one_rank_ends_all(comm):
     steps.close()
 
 
+def test_an_error_at_a_trial_length_ends_all(comm):
+    """Oracle: the same line on all ranks, and the weights before."""
+    model = network()
+    before = flat(model, unknown())
+
+    def fails(model, x):
+        if comm.rank == comm.size - 1 and not torch.equal(flat(model, unknown()), before):
+            raise ValueError("no table for these weights")
+        return model(x)[:, 0]
+
+    steps = SampleSpace(model, [Term(fails, points(4))], comm=comm)
+    with pytest.raises(mpikfac.UserError, match="trying a length: no table for these weights"):
+        steps.step()
+    assert torch.equal(flat(model, unknown()), before)
+    steps.close()
+
+
 def test_a_state_that_one_rank_lacks_is_loaded_by_none(comm):
     """Oracle: the weights before, on all ranks."""
     model, nu, steps = space(comm, WHOLE)

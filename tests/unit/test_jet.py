@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,16 @@ FUNCTIONS = {
     "indexing": lambda x: x[:, 1:] * x[..., :1] + x[:, [0, 2]] * x[:, None, 1],
     "reductions": lambda x: x.square().mean(1, keepdim=True) + x.sum(-1).unsqueeze(-1),
     "squeeze": lambda x: torch.stack([x[:, :1].squeeze(-1), x[:, 2].unsqueeze(1)[:, 0]], 1),
+    "split": lambda x: torch.split(x, [1, 2], dim=1)[1] * x.split(1, 1)[0] - x.chunk(3, dim=-1)[1],
+    "unbind": lambda x: torch.stack(torch.unbind(x, 1)[:2], 1) + torch.stack(x.unbind(-1)[1:], 1),
+    "several dimensions": lambda x: x[:, None].sum((1, 2), True)[..., 0] + x.mean([1], True),
+    "sum along an axis": lambda x: x.sum(axis=1, keepdim=True) * x[:, torch.tensor(1), None],
+    "new dimensions": lambda x: torch.cat([x[:, 0][..., None], x[..., 0, None]], 1),
+    "index tensors": lambda x: x[:, torch.tensor([2, 0])] + x[..., torch.arange(3) > 0],
+    "dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "numbers of numpy": lambda x: np.sqrt(2) * x + np.float32(3) - x / np.float64(2),
+    "log": lambda x: torch.log(x * x + 1),
+    "sqrt": lambda x: (x * x + 1).sqrt(),
     "tanh": torch.tanh,
     "tanh method": lambda x: x.tanh(),
     "sin": torch.sin,
@@ -189,7 +201,7 @@ def test_mixed_derivatives_by_polarisation():
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (torch.relu, "no rule for torch's 'relu'; use a smooth function of linear, .*tanh, .*or a"),
+        (torch.relu, r"no rule for torch's 'relu'; use p\[:, :1\] for .*tanh, .*as Jet.rules"),
         (F.relu, "no rule for torch's 'relu'"),
         (lambda x: x.abs(), "no rule for torch's 'abs'"),
         (nn.LayerNorm(3), "no rule for torch's 'layer_norm'"),
@@ -202,12 +214,37 @@ def test_mixed_derivatives_by_polarisation():
         (lambda x: x @ x, "by a matrix only"),
         (lambda x: F.linear(x[:, 0], MATRIX.double()), "needs a jet"),
         (lambda x: x**x, "exponent of a jet must be a number"),
+        (lambda x: x[:, torch.zeros(2, 2).long()], "one list or tensor of one dimension"),
+        (lambda x: x[..., torch.ones(7, 3) > 0], "one list or tensor of one dimension"),
+        (lambda x: x[:, None, [0, 1], [0, 1]], "too many parts"),
+        (lambda x: torch.stack([x, x], 2)[:, [0, 1], [0, 1]], "one list or tensor"),
+        (lambda x: x[:, True], "one list or tensor"),
+        (lambda x: x[:, 0][..., 0], "points before `jet`"),
+        (lambda x: x.sum(None), "dim=0 of a jet"),
+        (lambda x: x.sum(()), "dim=0 of a jet"),
+        (lambda x: x.mean(axis=0), "dim=0 of a jet"),
+        (lambda x: F.linear(input=x, weight=MATRIX), "'linear' does not take these arguments"),
+        (lambda x: torch.mul(x, other=2), "'mul' does not take these arguments"),
+        (lambda x: torch.tanh(input=x), "'tanh' does not take these arguments"),
+        (lambda x: torch.pow(2, x), "'pow' does not take these arguments; pass the jet first"),
+        (lambda x: 2**x, "'pow' does not take these arguments"),
+        (nn.Dropout(), "dropout in training; call eval"),
+        (nn.BatchNorm1d(3).eval(), "no rule for torch's 'batch_norm'"),
     ],
 )
 def test_what_has_no_rule_is_refused_by_name(function, words):
     """Oracle: functions without a rule, and those that would mix points."""
     with pytest.raises(NotImplementedError, match=words):
         function(jet(points()))
+
+
+@pytest.mark.parametrize(
+    "change", [operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow]
+)
+def test_a_jet_is_not_changed_in_place(change):
+    """Oracle: a second name of a tensor sees the change, and of a jet would not."""
+    with pytest.raises(NotImplementedError, match="in place; write h = h"):
+        change(jet(points()), 2.0)
 
 
 def test_jets_and_tensors_of_other_shapes_are_refused():
@@ -219,6 +256,11 @@ def test_jets_and_tensors_of_other_shapes_are_refused():
         x * jet(points(), directions(2))
     with pytest.raises(ValueError, match="not have more dimensions than Jet"):
         x[:, 0] * points()
+    for wrong in (np.ones(3), [1.0, 2.0, 3.0], "1"):
+        with pytest.raises(ValueError, match="must be combined with numbers, tensors and jets"):
+            x + wrong
+        with pytest.raises(ValueError, match="must be combined with"):
+            wrong * x
     with pytest.raises(AttributeError, match="no attribute 'stream'"):
         x.stream  # noqa: B018
 
@@ -231,6 +273,7 @@ def test_jets_and_tensors_of_other_shapes_are_refused():
         (torch.rand(4, 2), torch.eye(3), r"directions \[3, 3\] must be \[directions, 2\]"),
         (torch.rand(4, 2), torch.ones(2), "directions"),
         (torch.rand(4, 2), torch.ones(3, 1, 2), r"or \[4, directions, 2\]"),
+        (torch.rand(4, 2), torch.ones(4, 2), r"one per point, .* use normals\[:, None\]"),
     ],
 )
 def test_points_and_directions_have_shapes(x, ways, words):

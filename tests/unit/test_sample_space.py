@@ -187,7 +187,62 @@ def test_weights_stay_where_no_length_reduces_the_loss():
     before = flat(model, nu)
     report = steps.step()
     assert report.length == 0 and report.new_loss == report.loss
-    assert torch.equal(flat(model, nu), before) and steps.damping > report.damping
+    assert torch.equal(flat(model, nu), before) and steps.damping == pytest.approx(3e-3)
+
+
+def test_the_damping_stays_usable_after_convergence():
+    """Oracle: dense least squares at other points; a report of convergence; and a loaded state."""
+    model = nn.Linear(2, 1).double()
+
+    def fit(model, x):
+        return model(x)[:, 0] - (5 * x).sin().prod(1)
+
+    steps = SampleSpace(model, [Term(fit, points(40))])
+    for _ in range(40):
+        report = steps.step()
+    assert (report.length, report.tries) == (0, 1)
+    assert steps.damping <= 1e3 * report.damping / report.relative_damping
+    steps.load_state_dict(steps.state_dict())
+    others = points(40, 9)
+    steps.renew(fit=others)
+    for _ in range(40):
+        report = steps.step()
+    inputs, right = torch.cat([others, torch.ones(40, 1)], 1), (5 * others).sin().prod(1)
+    solution = torch.linalg.lstsq(inputs, right).solution
+    found = torch.cat([model.weight[0], model.bias]).detach()
+    torch.testing.assert_close(found, solution, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError])
+def test_an_error_at_a_trial_length_restores_the_weights(error):
+    """Oracle: the weights before; the line of the residual."""
+    model = network()
+    before = flat(model, torch.empty(0))
+
+    def fails(model, x):
+        if not torch.equal(flat(model, torch.empty(0)), before):
+            raise error("no table for these weights")
+        return model(x)[:, 0]
+
+    steps = SampleSpace(model, [Term(fails, points(5))])
+    with pytest.raises(mpikfac.UserError if error is ValueError else KeyError, match="no table"):
+        steps.step()
+    assert torch.equal(flat(model, torch.empty(0)), before)
+
+
+def test_a_source_can_be_a_derivative_of_the_points():
+    """Oracle: the same source in closed form."""
+
+    def numeric(model, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(x.sin().prod(1).sum(), x)
+        return model(x.detach())[:, 0] - slope[:, 0]
+
+    def closed(model, x):
+        return model(x)[:, 0] - x[:, 0].cos() * x[:, 1].sin()
+
+    found, right = (SampleSpace(network(), [Term(f, points(5))]).step() for f in (numeric, closed))
+    assert found.new_loss == pytest.approx(right.new_loss) and found.new_loss < found.loss
 
 
 @pytest.mark.parametrize(("length", "factor"), [(1.0, 1 / 3), (0.5, 1 / 3), (0.25, 1), (1 / 32, 3)])
@@ -266,6 +321,20 @@ def dependent(model, x):
     return u * u.mean()
 
 
+def middle_column(model, x):
+    u = model(x)[:, 0]
+    return torch.stack([u - 1, u + 5 * model.first.weight.sum(), u - x[:, 0]], 1)
+
+
+def middle_point(model, x):
+    u = model(x)[:, 0]
+    return u + (torch.arange(len(x)) == 2) * model.first.weight.sum()
+
+
+def of_float32(model, x):
+    return model(x.float())[:, 0]
+
+
 def joined(model, x):
     both = model(torch.cat([x, x + 1]))[:, 0]
     return both[: len(x)] - both[len(x) :]
@@ -280,6 +349,9 @@ BAD_RESIDUALS = {
     transformed: "under torch.func, which hides the derivatives .*mpikfac.lab.jet",
     around_the_layer: "'first.weight' differs from autograd's .* only by calls of its layer",
     dependent: "differs from autograd's",
+    middle_column: "'first.weight' differs from autograd's",
+    middle_point: "'first.weight' differs from autograd's",
+    of_float32: r"'first' of torch.float64 with torch.float32; .* by points.double\(\)",
     joined: "with 10 rows for 5 points; .* call the model several times",
     without_parameters: "do not depend on a trained parameter",
 }
@@ -301,7 +373,8 @@ def test_residuals_that_cannot_be_recorded_are_refused(residual):
     [
         (lambda m, x: m(x).square().mean(), "must return residuals .*, not one number"),
         (lambda m, x: m(x)[1:, 0], r"must return residuals .* and returned \[4\] for 5 points"),
-        (lambda m, x: m(x) - x[:, 0], r"\[9, 9\] for 9 points: it adds \[points, 1\] and"),
+        (lambda m, x: m(x) - x[:, 0], r"\[9, 9\] for 9 points: a dimension of size 1 met one"),
+        (lambda m, x: m(x) - x[:, 0], r"\[5, 5\] for 5 points: .* size 5; write model\(x\)"),
         (lambda m, x: m(x)[:, :, None], r"returned \[5, 1, 1\] for 5 points"),
         (lambda m, x: m(jet(x)), "must return a tensor of residuals, not Jet; return parts"),
         (lambda m, x: m(x)[:, 0] / 0, "residuals of term .* are not finite at 5 points"),
@@ -312,6 +385,18 @@ def test_other_results_are_refused(returned, line):
     count = 9 if "for 9 points" in line else 5
     with pytest.raises(mpikfac.UserError, match=line):
         SampleSpace(network(), [Term(returned, points(count))]).step()
+
+
+def test_as_many_equations_as_points_are_taken():
+    """Oracle: the loss by its definition, of three equations at three points in a tuple."""
+
+    def three(model, batch):
+        return torch.cat([model(batch[0]), model(batch[0]) - batch[1]], 1)
+
+    model, x, y = network(), points(3), points(3, 4)
+    with torch.no_grad():
+        loss = three(model, (x, y)).square().sum() / 6
+    assert SampleSpace(model, [Term(three, (x, y))]).step().loss == pytest.approx(float(loss))
 
 
 def frozen_bias():
@@ -356,6 +441,8 @@ def test_models_that_cannot_be_trained_are_refused(model, line):
         ({"lengths": []}, "must be numbers in descending order"),
         ({"lengths": [0]}, "each of lengths=0 must be a number above 0"),
         ({"terms": []}, r"terms=\[\] must have at least one"),
+        ({"terms": Term(border, points(5))}, r"must be a list of .*; pass \[Term"),
+        ({"also": unknown()}, r"also must be a list of tensors, .*; pass also=\[...\]"),
         ({"terms": [border]}, r"terms must be mpikfac.lab.Term\(residual, points\), not"),
         (
             {"terms": [Term(border, points(1)), Term(border, points(2))]},
@@ -395,6 +482,13 @@ def test_steps_without_points_or_with_too_many_are_refused(monkeypatch):
     steps.renew(border=points(5))
     with pytest.raises(mpikfac.UserError, match="5 residuals need a matrix of 200 bytes"):
         steps.step()
+    steps.renew(border=points(3))
+    pairs = SampleSpace(network(), [Term(lambda m, x: torch.cat([m(x), m(x)], 1), points(3))])
+    with pytest.raises(mpikfac.UserError, match="6 residuals need a matrix"):
+        pairs.step()
+    never = SampleSpace(network(), [Term(lambda m, x: pytest.fail("it was called"), points(5))])
+    with pytest.raises(mpikfac.UserError, match="5 residuals need a matrix"):
+        never.step()
     with pytest.raises(ValueError, match="'interior' must be the name of a term: border"):
         steps.renew(interior=points(5))
 

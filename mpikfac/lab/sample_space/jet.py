@@ -8,6 +8,7 @@ positions that share its weight, and one ordinary backward pass yields derivativ
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -32,7 +33,7 @@ def jet(x: Tensor, directions: Tensor | None = None) -> Jet:
     Args:
         x: points, `[points, inputs]`, in floating point.
         directions: `[directions, inputs]`, or `[points, directions, inputs]` if they depend on the
-            point, as normals do; None for the axes.
+            point, as normals do: `normals[:, None]`; None for the axes.
 
     Raises:
         ValueError: the shapes or the dtype are others.
@@ -49,6 +50,11 @@ def jet(x: Tensor, directions: Tensor | None = None) -> Jet:
         raise ValueError(
             f"directions {list(directions.shape)} must be [directions, {x.shape[1]}], or "
             f"[{len(x)}, directions, {x.shape[1]}]"
+        )
+    if directions.ndim == 2 and len(directions) == len(x) > x.shape[1]:
+        raise ValueError(
+            f"directions {list(directions.shape)} would all be taken at each of the {len(x)} "
+            f"points; for one per point, such as normals, use normals[:, None]"
         )
     first = directions.to(x).expand(len(x), -1, -1)
     return Jet(torch.cat([x[:, None], first, torch.zeros_like(first)], 1))
@@ -67,6 +73,7 @@ class Jet:
     """
 
     rules: ClassVar[dict[str, Rule]] = {}
+    __array_ufunc__ = None  # a number of numpy leaves its product with a jet to the jet
 
     def __init__(self, streams: Tensor) -> None:
         self.streams = streams
@@ -154,7 +161,7 @@ class Jet:
         return _add(self, other)
 
     def __sub__(self, other: Any) -> Jet:
-        return _add(self, -other)
+        return _subtract(self, other)
 
     def __rsub__(self, other: Any) -> Jet:
         return _add(-self, other)
@@ -171,24 +178,39 @@ class Jet:
     def __pow__(self, exponent: Any) -> Jet:
         return _call("pow", self, exponent)
 
+    def __rpow__(self, base: Any) -> Jet:
+        return _call("pow", base, self)
+
     def __matmul__(self, matrix: Any) -> Jet:
         return _matmul(self, matrix)
 
+    def __iadd__(self, other: Any) -> Jet:
+        raise NotImplementedError("a jet cannot be changed in place; write h = h + 1, not h += 1")
+
+    __isub__ = __imul__ = __itruediv__ = __ipow__ = __iadd__
     __radd__ = __add__
     __rmul__ = __mul__
 
 
 def _call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Apply the rule of a torch function by name."""
-    if name in FUNCTIONS:
-        return FUNCTIONS[name](*args, **kwargs)
-    if name in Jet.rules and isinstance(args[0], Jet):
-        return _elementwise(Jet.rules[name], *args, **kwargs)
-    raise NotImplementedError(
-        f"a jet has no rule for torch's {name!r}; use a smooth function of {', '.join(FUNCTIONS)}, "
-        f"{', '.join(Jet.rules)}, or add Jet.rules[{name!r}], a function of the value that returns "
-        f"f, f' and f''"
-    )
+    """Apply the rule of a torch function by name.
+
+    Raises:
+        NotImplementedError: there is none, or it does not take the arguments.
+    """
+    rule = FUNCTIONS.get(name)
+    if rule is None and name not in Jet.rules:
+        raise NotImplementedError(
+            f"a jet has no rule for torch's {name!r}; use p[:, :1] for a part of the features, "
+            f"{', '.join(Jet.rules)}, or add a function of single elements as Jet.rules[{name!r}]"
+        )
+    try:
+        return rule(*args, **kwargs) if rule else _elementwise(Jet.rules[name], *args, **kwargs)
+    except (IndexError, TypeError) as error:
+        raise NotImplementedError(
+            f"a jet's {name!r} does not take these arguments; pass the jet first, and tensors by "
+            f"position ({error})"
+        ) from error
 
 
 # -- functions of several elements -----------------------------------------------------------------
@@ -236,13 +258,19 @@ def _divide(x: Any, y: Any) -> Jet:
 def _select(x: Jet, index: Any) -> Jet:
     """Return a part of the features."""
     index = index if isinstance(index, tuple) else (index,)
-    if index[0] is not Ellipsis:
-        if index[0] != slice(None):
-            raise NotImplementedError("select points before `jet`: an index begins with : or ...")
-        index = (slice(None), *index)
-    elif len(index) > x.ndim:
+    first, *parts = index or (None,)
+    if first is not Ellipsis and not (isinstance(first, slice) and first == slice(None)):
+        raise NotImplementedError("select points before `jet`: an index begins with : or ...")
+    if len([part for part in parts if part is not None and part is not Ellipsis]) >= x.ndim:
         raise NotImplementedError("select points before `jet`: the index has too many parts")
-    return Jet(x.streams[index])
+    lists = [torch.as_tensor(part) for part in parts if isinstance(part, list | Tensor | bool)]
+    lists = [part for part in lists if part.ndim or part.dtype == torch.bool]
+    if len(lists) > 1 or any(part.ndim != 1 for part in lists):
+        raise NotImplementedError(
+            "an index of a jet must have no more than one list or tensor of one dimension; select "
+            "in several steps"
+        )
+    return Jet(x.streams[index if first is Ellipsis else (slice(None), *index)])
 
 
 def _join(function: Callable[..., Tensor], more: int, tensors: Sequence[Any], dim: int = 0) -> Jet:
@@ -265,6 +293,31 @@ def _join(function: Callable[..., Tensor], more: int, tensors: Sequence[Any], di
 def _along(function: Callable[..., Tensor], more: int, x: Jet, dim: int = 0, **kwargs: Any) -> Jet:
     """Apply a linear function along a dimension of the features."""
     return Jet(function(x.streams, _dimension(dim, x.ndim + more), **kwargs))
+
+
+def _reduce(
+    function: Callable[..., Tensor],
+    x: Jet,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    axis: Any = None,
+) -> Jet:
+    """Apply a sum or mean along dimensions of the features."""
+    dims = dim if axis is None else axis
+    dims = dims or [0] if isinstance(dims, list | tuple) or dims is None else [dims]
+    return Jet(function(x.streams, [_dimension(each, x.ndim) for each in dims], keepdim))
+
+
+def _in_parts(function: Callable[..., Sequence[Tensor]], x: Jet, *args: Any, dim: int = 0) -> Any:
+    """Return parts of the features as jets."""
+    return tuple(map(Jet, function(x.streams, *args, dim=_dimension(dim, x.ndim))))
+
+
+def _dropout(x: Jet, training: bool = True, **_: Any) -> Jet:
+    if training:
+        raise NotImplementedError("a jet cannot pass through dropout in training; call eval()")
+    return x
 
 
 def _dimension(dim: int, ndim: int) -> int:
@@ -299,8 +352,13 @@ def _aligned(x: Jet, constant: Any) -> Any:
     """Return a constant whose dimensions are those of the streams of x.
 
     Raises:
-        ValueError: it has more dimensions than the value of x.
+        ValueError: it is no number or tensor, or has more dimensions than the value of x.
     """
+    if not isinstance(constant, Tensor | numbers.Real):
+        raise ValueError(
+            f"a jet must be combined with numbers, tensors and jets, not {type(constant).__name__};"
+            f" use torch.as_tensor(...)"
+        )
     if not isinstance(constant, Tensor) or constant.ndim < x.ndim:
         return constant
     if constant.ndim > x.ndim:
@@ -330,8 +388,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "true_divide": _divide,
     "cat": partial(_join, torch.cat, 0),
     "stack": partial(_join, torch.stack, 1),
-    "sum": partial(_along, torch.sum, 0),
-    "mean": partial(_along, torch.mean, 0),
+    "sum": partial(_reduce, torch.sum),
+    "mean": partial(_reduce, torch.mean),
+    "split": lambda x, size, dim=0: _in_parts(torch.split, x, size, dim=dim),
+    "chunk": lambda x, chunks, dim=0: _in_parts(torch.chunk, x, chunks, dim=dim),
+    "unbind": lambda x, dim=0: _in_parts(torch.unbind, x, dim=dim),
+    "dropout": _dropout,
     "squeeze": partial(_along, torch.squeeze, 0),
     "unsqueeze": partial(_along, torch.unsqueeze, 1),
     "size": lambda x, dim=None: x.shape if dim is None else x.shape[dim],
@@ -347,6 +409,8 @@ def _elementwise(rule: Rule, x: Jet, *args: Any, inplace: bool = False, **kwargs
     """Apply a function to each element, with its derivatives by the chain rule."""
     if inplace:
         raise NotImplementedError("a jet cannot be changed in place; set inplace=False")
+    if not isinstance(x, Jet):
+        raise TypeError(f"the first argument must be a jet, not {x!r}")
     value, first, second = _parts(x)
     f, d, dd = rule(value, *args, **kwargs)
     return Jet(torch.cat([f, d * first, d * second + dd * first.square()], 1))
@@ -402,6 +466,10 @@ def _gelu(v: Tensor, approximate: str = "none") -> tuple[Tensor, Tensor, Tensor]
     return v * cumulative, cumulative + v * density, (2 - v * v) * density
 
 
+def _log(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.log(v), 1 / v, -1 / v.square()
+
+
 def _power(v: Tensor, exponent: float) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(exponent, int | float):
         raise NotImplementedError("the exponent of a jet must be a number")
@@ -419,11 +487,13 @@ Jet.rules |= {
     "sin": _sin,
     "cos": _cos,
     "exp": _exp,
+    "log": _log,
     "sigmoid": _sigmoid,
     "silu": _silu,
     "softplus": _softplus,
     "gelu": _gelu,
     "pow": _power,
     "square": partial(_power, exponent=2),
+    "sqrt": partial(_power, exponent=0.5),
     "reciprocal": partial(_power, exponent=-1),
 }

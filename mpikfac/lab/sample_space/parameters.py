@@ -37,6 +37,8 @@ class Parameters:
     """
 
     def __init__(self, model: nn.Module, also: Iterable[Tensor] = ()) -> None:
+        if torch.is_tensor(also):
+            raise ValueError("also must be a list of tensors, not a tensor; pass also=[...]")
         self.also = list(also)
         self.layers = _covered(model, self.also)
         names = {id(parameter): name for name, parameter in model.named_parameters()}

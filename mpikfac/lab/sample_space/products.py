@@ -62,5 +62,4 @@ def along(rows: Rows, matrices: Sequence[Tensor]) -> Tensor:
 def combine(rows: Rows, coefficients: Tensor, matrices: Sequence[Tensor]) -> None:
     """Add a combination of rows, `J^T coefficients`, to matrices."""
     for block, matrix in zip(rows, matrices):
-        g = (block.g * coefficients[:, None, None]).flatten(0, 1)
-        matrix.addmm_(g.T, block.a.flatten(0, 1))
+        matrix.add_(block.combined(coefficients))

@@ -52,6 +52,11 @@ class Block:
         """Return some of the rows."""
         return Block(self.a[rows], self.g[rows])
 
+    def combined(self, coefficients: Tensor) -> Tensor:
+        """Return a combination of the rows, `[outputs, inputs]`."""
+        g = (self.g * coefficients[:, None, None]).flatten(0, 1)
+        return g.T @ self.a.flatten(0, 1)
+
 
 Rows = Sequence[Block]
 """Rows of the Jacobian: a block for each matrix of `Parameters`."""
@@ -88,12 +93,26 @@ class Tape:
             )
             for name, layer in self._layers.items()
         ]
+        hooks += [
+            layer.register_forward_pre_hook(partial(self._on_call, name), with_kwargs=True)
+            for name, layer in self._layers.items()
+        ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
         self.column = NO_COLUMN
+
+    def _on_call(
+        self, name: str, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        for x in (*inputs, *named.values()):
+            if x.dtype != module.weight.dtype:
+                raise ValueError(
+                    f"term {self._term.name!r} calls layer {name!r} of {module.weight.dtype} with "
+                    f"{x.dtype}; convert the points, such as by points.double()"
+                )
 
     def _on_forward(
         self,
@@ -159,7 +178,7 @@ def record(
     Collective over: none.
 
     Args:
-        check: compare two rows with autograd's.
+        check: compare rows with autograd's.
 
     Raises:
         ValueError: the function's residuals cannot be recorded, or a row differs from autograd's.
@@ -170,6 +189,8 @@ def record(
     with torch.enable_grad():
         with tape.recording():
             found = term.values(model) * scale
+        if len(found) == found.shape[1] > 1:
+            term.check_alike(model)
         if not found.requires_grad:
             raise ValueError(
                 f"the residuals of term {term.name!r} do not depend on a trained parameter; "
@@ -234,28 +255,45 @@ def _also(residuals: Tensor, also: Sequence[Tensor]) -> list[Block]:
 
 
 def _check(residuals: Tensor, rows: Rows, parameters: Parameters, term: Term) -> None:
-    """Compare the first and the last row with autograd's.
+    """Compare the first and the last row of each column, and a combination of all, with autograd's.
+
+    Raises:
+        ValueError: they differ; the message names the parameter.
+    """
+    firsts = range(0, len(residuals), term.count)
+    for row in sorted({row for first in firsts for row in (first, first + term.count - 1)}):
+        part = slice(row, row + 1)
+        own = [block.part(part) for block in rows]
+        _compare(residuals[part], own, torch.ones_like(residuals[part]), parameters, term)
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randn(len(residuals), generator=generator, device="cpu").to(residuals)
+    _compare(residuals, rows, drawn, parameters, term)
+
+
+def _compare(
+    residuals: Tensor, rows: Rows, coefficients: Tensor, parameters: Parameters, term: Term
+) -> None:
+    """Compare a combination of rows with autograd's.
 
     Raises:
         ValueError: they differ; the message names the parameter.
     """
     tolerance, eps = TOLERANCE[parameters.dtype], torch.finfo(parameters.dtype).eps
-    for row in {0, len(residuals) - 1}:
-        found = torch.cat([(block.g[row].T @ block.a[row]).flatten() for block in rows])
-        gradients = torch.autograd.grad(
-            residuals[row], parameters.tensors, retain_graph=True, allow_unused=True
-        )
-        exact = [
-            torch.zeros_like(parameter) if gradient is None else gradient
-            for parameter, gradient in zip(parameters.tensors, gradients)
-        ]
-        whole = float(torch.cat([gradient.flatten() for gradient in exact]).norm())
-        for (name, own), of_autograd in zip(parameters.views(found).items(), exact):
-            error = float((own - of_autograd).norm())
-            if not error <= tolerance * float(of_autograd.norm()) + 1e3 * eps * whole:
-                raise ValueError(
-                    f"the gradient of a residual of term {term.name!r} by {name!r} differs from "
-                    f"autograd's by {error:.1e} of {float(of_autograd.norm()):.1e}: use the "
-                    f"parameter only by calls of its layer, derivatives by the inputs only of "
-                    f"mpikfac.lab.jet, and no values of other points"
-                )
+    found = torch.cat([block.combined(coefficients.to(F64)).flatten() for block in rows])
+    gradients = torch.autograd.grad(
+        residuals, parameters.tensors, coefficients, retain_graph=True, allow_unused=True
+    )
+    exact = [
+        torch.zeros_like(parameter) if gradient is None else gradient
+        for parameter, gradient in zip(parameters.tensors, gradients)
+    ]
+    whole = float(torch.cat([gradient.flatten() for gradient in exact]).norm())
+    for (name, own), of_autograd in zip(parameters.views(found).items(), exact):
+        error = float((own - of_autograd).norm())
+        if not error <= tolerance * float(of_autograd.norm()) + 1e3 * eps * whole:
+            raise ValueError(
+                f"the gradient of a residual of term {term.name!r} by {name!r} differs from "
+                f"autograd's by {error:.1e} of {float(of_autograd.norm()):.1e}: use the "
+                f"parameter only by calls of its layer, derivatives by the inputs only of "
+                f"mpikfac.lab.jet, and no values of other points"
+            )

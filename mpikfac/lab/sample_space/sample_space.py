@@ -31,6 +31,8 @@ LENGTHS = tuple(0.5**k for k in range(8))
 MOST_ROWS = 8192
 MOST_TRIES = 12
 """Solutions per step; the last has 4 million times the damping of the first."""
+MOST_DAMPING = 1e3
+"""The damping over the mean of the diagonal above which a step does not raise it."""
 
 # Names of items of the state.
 STEPS, DAMPING, MOMENTUM = "sample/steps", "sample/damping", "sample/momentum/"
@@ -115,7 +117,8 @@ class SampleSpace:
 
     The length of a step is 1, 1/2, 1/4 ..., until the loss rises again. Long steps divide the
     damping by 3, and steps shorter than 1/8 multiply it by 3. If no length reduces the loss, the
-    same system is solved with 4 times the damping.
+    same system is solved with 4 times the damping. If none does so, the length is 0, and the
+    weights stay: the loss has converged as far as rounding allows, or the points need to change.
 
     Points are distributed over ranks in any way; apart from rounding, results do not depend on it.
     Rank 0 stores and solves the system.
@@ -216,7 +219,7 @@ class SampleSpace:
     def step(self) -> Report:
         """Move the parameters by one step, identically on all ranks, and return what was done.
 
-        In the first step, two rows of J per term are compared with autograd's.
+        In the first step, some rows of J and a combination of all are compared with autograd's.
 
         Collective over: comm. Other ranks learn of a `ValueError`, `OSError` or `UserError` in a
         residual function; any other error of one rank ends the job only under `python -m mpi4py`.
@@ -231,7 +234,7 @@ class SampleSpace:
             rows, residuals = self._record(scales)
         self._unchecked = False
         forms = self._comm.allgather([form_of(of_term) for of_term in rows])
-        self._check_rows(forms)
+        _check_rows(sum(form.rows for of_rank in forms for form in of_rank))
         return self._descend(rows, residuals, forms, scales)
 
     def _scales(self) -> list[float]:
@@ -240,13 +243,14 @@ class SampleSpace:
         Collective over: comm.
 
         Raises:
-            UserError: a term has no points.
+            UserError: a term has no points, or all have too many.
         """
         own = [term.count for term in self._terms.values()]
         counts = [sum(of_term) for of_term in zip(*self._comm.allgather(own))]
         for name, count in zip(self._terms, counts):
             if not count:
                 raise UserError(f"term {name!r} has no points on any rank; pass some, or remove it")
+        _check_rows(sum(counts))  # before records are made; a point has one residual or more
         return [math.sqrt(term.weight / n) for term, n in zip(self._terms.values(), counts)]
 
     def _record(self, scales: Sequence[float]) -> tuple[list[Rows], Tensor]:
@@ -257,19 +261,6 @@ class SampleSpace:
         ]
         return [rows for rows, _ in found], torch.cat([residuals for _, residuals in found])
 
-    def _check_rows(self, forms: Sequence[Forms]) -> None:
-        """Check that the system fits into rank 0's memory.
-
-        Raises:
-            UserError: it has too many equations.
-        """
-        rows = sum(form.rows for of_rank in forms for form in of_rank)
-        if rows > MOST_ROWS:
-            raise UserError(
-                f"{rows} residuals need a matrix of {8 * rows**2:,} bytes on rank 0; sample at "
-                f"most {MOST_ROWS} residuals per step, and others in the next by renew(...)"
-            )
-
     def _descend(
         self, rows: Sequence[Rows], residuals: Tensor, forms: Sequence[Forms], scales: list[float]
     ) -> Report:
@@ -278,25 +269,28 @@ class SampleSpace:
         Collective over: comm.
         """
         begin, loss = self._parameters.read(), self._sum(residuals)
-        mu, tries = self._mu, 0
+        damping, mu, tries = self.damping, self._mu, 0
+        rounding = torch.finfo(self._parameters.dtype).eps * loss
         counts = [sum(form.rows for form in of_rank) for of_rank in forms]
         vectors = [residuals, *([self._along_last(rows)] if mu else [])]
         gathered = self._ring.gather(self._ring.products(rows, forms), vectors, counts)
         while True:
             tries += 1
-            solution = self._solve(gathered, counts, mu)
+            solution = self._solve(gathered, counts, damping, mu)
             direction = self._direction_of(rows, solution.coefficients, mu)
             length, new_loss = self._search(begin, direction, loss, scales)
-            if length or tries == MOST_TRIES:
+            if length or tries == MOST_TRIES or (not mu and solution.decrease(1) <= rounding):
                 break
-            self.damping, mu = 4 * solution.damping, 0.0
+            damping, mu = 4 * solution.damping, 0.0
         if self._mu:
             self._last.copy_(direction if length else 0 * direction)
-        self.damping, self.steps = solution.damping * factor_of(length), self.steps + 1
+        next_damping = (solution.damping if length else self.damping) * factor_of(length)
+        self.damping = min(next_damping, max(self.damping, MOST_DAMPING * solution.mean))
+        self.steps += 1
         decrease = solution.decrease(length)
         ratio = (loss - new_loss) / decrease if decrease > 0 else 0.0
-        damping = solution.damping, solution.relative_damping
-        return Report(loss, new_loss, length, ratio, *damping, tries)
+        dampings = solution.damping, solution.relative_damping
+        return Report(loss, new_loss, length, ratio, *dampings, tries)
 
     def _along_last(self, rows: Sequence[Rows]) -> Tensor:
         """Return the products of rows with the last direction."""
@@ -307,6 +301,7 @@ class SampleSpace:
         self,
         gathered: tuple[Tensor, list[Tensor]] | None,
         counts: Sequence[int],
+        damping: float,
         mu: float,
     ) -> Solution:
         """Return the solution of the damped system, which rank 0 computes.
@@ -320,7 +315,7 @@ class SampleSpace:
         if gathered is not None:
             products, (residuals, *last) = gathered
             with self.trace.stage("decompose"):
-                solved = solve(products, residuals, mu * last[0] if mu else None, self.damping)
+                solved = solve(products, residuals, mu * last[0] if mu else None, damping)
         numbers, coefficients = self._ring.scatter(solved, counts)
         solution = Solution(coefficients, *numbers.tolist())
         if not math.isfinite(solution.slope):
@@ -348,30 +343,39 @@ class SampleSpace:
     ) -> tuple[float, float]:
         """Move to the best of the lengths; return it and its loss, or 0 if none reduces the loss.
 
+        After an error, the parameters are those at `begin`.
+
         Collective over: comm.
         """
         best, lowest = 0.0, loss
-        for length in self._lengths:
-            self._parameters.write(begin - length * direction)
-            found = self._loss(scales)
-            if found < lowest:
-                best, lowest = length, found
-            elif best:
-                break
+        try:
+            for length in self._lengths:
+                self._parameters.write(begin - length * direction)
+                found = self._loss(scales)
+                if found < lowest:
+                    best, lowest = length, found
+                elif best:
+                    break
+        except BaseException:
+            self._parameters.write(begin)
+            raise
         self._parameters.write(begin - best * direction)
         return best, lowest
 
-    @torch.no_grad()
+    @torch.enable_grad()  # a residual may take derivatives of its own functions of the points
     def _loss(self, scales: Sequence[float]) -> float:
         """Return the loss at the points of all ranks.
 
         Collective over: comm.
+
+        Raises:
+            UserError: on some rank, a residual function fails.
         """
         parts = [torch.empty(0, dtype=F64, device=self._parameters.device)]
-        with self.trace.stage("losses"):
+        with together(self._comm, "trying a length"), self.trace.stage("losses"):
             for term, scale in zip(self._terms.values(), scales):
                 if term.count:
-                    parts.append(term.values(self.model).flatten().to(F64) * scale)
+                    parts.append(term.values(self.model).detach().flatten().to(F64) * scale)
         return self._sum(torch.cat(parts))
 
     def _sum(self, residuals: Tensor) -> float:
@@ -469,7 +473,22 @@ def _check_lengths(lengths: Sequence[float]) -> None:
         raise ValueError(f"lengths={lengths!r} must be numbers in descending order")
 
 
+def _check_rows(rows: int) -> None:
+    """Check that a system of so many equations fits into rank 0's memory.
+
+    Raises:
+        UserError: it does not.
+    """
+    if rows > MOST_ROWS:
+        raise UserError(
+            f"{rows} residuals need a matrix of {8 * rows**2:,} bytes on rank 0; sample at most "
+            f"{MOST_ROWS} residuals per step, and others in the next by renew(...)"
+        )
+
+
 def _check_terms(terms: Sequence[Term]) -> None:
+    if isinstance(terms, Term):
+        raise ValueError("terms must be a list of mpikfac.lab.Term, not one; pass [Term(...)]")
     if wrong := [term for term in terms if not isinstance(term, Term)]:
         raise ValueError(f"terms must be mpikfac.lab.Term(residual, points), not {wrong[0]!r}")
     if not terms:

@@ -15,7 +15,8 @@ Points = Tensor | tuple[Tensor, ...]
 Residual = Callable[[nn.Module, Any], Tensor]
 """A function of the model and a term's points that returns `[points]` or `[points, k]`."""
 MOST_ALIKE = 8
-"""With more points than this, residuals `[points, points]` are a mistake in broadcasting."""
+"""With more points than this, residuals `[points, points]` are a mistake in broadcasting; with
+fewer, they can be as many equations."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,28 @@ class Term:
                 f"not one number, such as a loss"
             )
         if list(found.shape) == [self.count] * 2 and self.count > MOST_ALIKE:
-            raise ValueError(
-                f"term {self.name!r} returned {list(found.shape)} for {self.count} points: it "
-                f"adds [points, 1] and [points]; use model(x)[:, 0], or flatten() both"
-            )
+            raise self._broadcast()
         if found.dim() > 2 or len(found) != self.count:
             raise ValueError(
                 f"term {self.name!r} must return residuals [points] or [points, k], and returned "
                 f"{list(found.shape)} for {self.count} points"
             )
         return found.flatten(1) if found.dim() == 2 else found[:, None]
+
+    def check_alike(self, model: nn.Module) -> None:
+        """Check that as many residuals as points are equations: one point has all of them, too.
+
+        Raises:
+            ValueError: a single point has one residual.
+        """
+        one = (
+            tuple(x[:1] for x in self.points) if isinstance(self.points, tuple) else self.points[:1]
+        )
+        if list(self.residual(model, one).shape) == [1, 1]:
+            raise self._broadcast()
+
+    def _broadcast(self) -> ValueError:
+        return ValueError(
+            f"term {self.name!r} returned {[self.count] * 2} for {self.count} points: a dimension "
+            f"of size 1 met one of size {self.count}; write model(x)[:, 0] and u.second[:, 0]"
+        )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mpikfac
+from mpikfac.lab.sample_space.sample_space import MOST_ROWS
 from mpikfac_apps.lab.equations.task import EquationTask, Solution, by_jets, by_passes
 
 Step = Callable[[float], None]
@@ -36,7 +37,17 @@ def stepper(name: str, task: EquationTask, rate: float | None, comm: mpikfac.com
 
 
 def sample_space(task: EquationTask, comm: mpikfac.comm.Comm) -> Step:
-    """Return Gauss-Newton steps in the space of residuals."""
+    """Return Gauss-Newton steps in the space of residuals.
+
+    Raises:
+        ValueError: there are too many points.
+    """
+    inside, given = task.counts
+    if inside + given > MOST_ROWS:
+        raise ValueError(
+            f"--points {inside} with {given} given values is too much for sample-space, which "
+            f"takes {MOST_ROWS} together; pass fewer points, or another --optimizer"
+        )
     steps = mpikfac.lab.SampleSpace(task.model, task.terms, also=task.unknown, comm=comm)
 
     def step(_: float) -> None:
