@@ -299,7 +299,6 @@ OPEN_NAMES = {
             *(("messages", name) for name in ("Form", "planned_messages")),
             *(("products", name) for name in ("CHUNK", "along", "chunks", "combine", "gram")),
             *(("parameters", "Parameters"), ("records", "record")),
-            ("sample_space", "MOST_ROWS"),
         )
     ),
     "mpikfac.lab.top_k.codec.TopKCodec",

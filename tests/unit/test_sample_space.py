@@ -478,7 +478,7 @@ def test_steps_without_points_or_with_too_many_are_refused(monkeypatch):
     steps.renew(border=points(0))
     with pytest.raises(mpikfac.UserError, match="term 'border' has no points on any rank"):
         steps.step()
-    monkeypatch.setattr("mpikfac.lab.sample_space.sample_space.MOST_ROWS", 4)
+    monkeypatch.setattr(SampleSpace, "most_residuals", 4)
     steps.renew(border=points(5))
     with pytest.raises(mpikfac.UserError, match="5 residuals need a matrix of 200 bytes"):
         steps.step()

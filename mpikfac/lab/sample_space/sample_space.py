@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from mpikfac.trace import Trace
 
 LENGTHS = tuple(0.5**k for k in range(8))
 """The lengths of a step that are tried, from 1 to 1/128."""
-MOST_ROWS = 8192
 MOST_TRIES = 12
 """Solutions per step; the last has 4 million times the damping of the first."""
 MOST_DAMPING = 1e3
@@ -143,11 +142,14 @@ class SampleSpace:
         UserError: ranks disagree on an argument or on the shapes of the model.
 
     Attributes:
+        most_residuals: the largest number of residuals on all ranks together.
         model: the model.
         steps: completed steps.
         damping: the damping of the next step.
         trace: seconds and bytes of every stage.
     """
+
+    most_residuals: ClassVar[int] = 8192
 
     def __init__(
         self,
@@ -234,8 +236,21 @@ class SampleSpace:
             rows, residuals = self._record(scales)
         self._unchecked = False
         forms = self._comm.allgather([form_of(of_term) for of_term in rows])
-        _check_rows(sum(form.rows for of_rank in forms for form in of_rank))
+        self._check_rows(sum(form.rows for of_rank in forms for form in of_rank))
         return self._descend(rows, residuals, forms, scales)
+
+    def _check_rows(self, rows: int) -> None:
+        """Check that a system of so many equations fits into rank 0's memory.
+
+        Raises:
+            UserError: it does not.
+        """
+        if rows > self.most_residuals:
+            raise UserError(
+                f"{rows} residuals need a matrix of {8 * rows**2:,} bytes on rank 0; sample at "
+                f"most {self.most_residuals} residuals per step, and others in the next by "
+                f"renew(...)"
+            )
 
     def _scales(self) -> list[float]:
         """Return the factor of each term's residuals, `sqrt(weight / points of all ranks)`.
@@ -250,7 +265,7 @@ class SampleSpace:
         for name, count in zip(self._terms, counts):
             if not count:
                 raise UserError(f"term {name!r} has no points on any rank; pass some, or remove it")
-        _check_rows(sum(counts))  # before records are made; a point has one residual or more
+        self._check_rows(sum(counts))  # before records are made; a point has one residual or more
         return [math.sqrt(term.weight / n) for term, n in zip(self._terms.values(), counts)]
 
     def _record(self, scales: Sequence[float]) -> tuple[list[Rows], Tensor]:
@@ -471,19 +486,6 @@ def _check_lengths(lengths: Sequence[float]) -> None:
         check_positive("each of lengths", length)
     if not lengths or list(lengths) != sorted(set(lengths), reverse=True):
         raise ValueError(f"lengths={lengths!r} must be numbers in descending order")
-
-
-def _check_rows(rows: int) -> None:
-    """Check that a system of so many equations fits into rank 0's memory.
-
-    Raises:
-        UserError: it does not.
-    """
-    if rows > MOST_ROWS:
-        raise UserError(
-            f"{rows} residuals need a matrix of {8 * rows**2:,} bytes on rank 0; sample at most "
-            f"{MOST_ROWS} residuals per step, and others in the next by renew(...)"
-        )
 
 
 def _check_terms(terms: Sequence[Term]) -> None:

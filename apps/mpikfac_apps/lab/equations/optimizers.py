@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac.lab.sample_space.sample_space import MOST_ROWS
 from mpikfac_apps.lab.equations.task import EquationTask, Solution, by_jets, by_passes
 
 Step = Callable[[float], None]
@@ -42,11 +41,11 @@ def sample_space(task: EquationTask, comm: mpikfac.comm.Comm) -> Step:
     Raises:
         ValueError: there are too many points.
     """
-    inside, given = task.counts
-    if inside + given > MOST_ROWS:
+    most, (inside, given) = mpikfac.lab.SampleSpace.most_residuals, task.counts
+    if inside + given > most:
         raise ValueError(
             f"--points {inside} with {given} given values is too much for sample-space, which "
-            f"takes {MOST_ROWS} together; pass fewer points, or another --optimizer"
+            f"takes {most} together; pass fewer points, or another --optimizer"
         )
     steps = mpikfac.lab.SampleSpace(task.model, task.terms, also=task.unknown, comm=comm)
 
