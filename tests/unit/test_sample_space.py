@@ -375,6 +375,11 @@ def test_residuals_that_cannot_be_recorded_are_refused(residual):
         (lambda m, x: m(x)[1:, 0], r"must return residuals .* and returned \[4\] for 5 points"),
         (lambda m, x: m(x) - x[:, 0], r"\[9, 9\] for 9 points: a dimension of size 1 met one"),
         (lambda m, x: m(x) - x[:, 0], r"\[5, 5\] for 5 points: .* size 5; write model\(x\)"),
+        (lambda m, x: m(x) - torch.arange(5), r"\[5, 5\] for 5 points: .* size 5; write model"),
+        (
+            lambda m, x: m(jet(x)).second[:, :1] - x[:, 0],
+            r"\[5, 5\] for 5 points: .*u.second\[:, 0",
+        ),
         (lambda m, x: m(x)[:, :, None], r"returned \[5, 1, 1\] for 5 points"),
         (lambda m, x: m(jet(x)), "must return a tensor of residuals, not Jet; return parts"),
         (lambda m, x: m(x)[:, 0] / 0, "residuals of term .* are not finite at 5 points"),
@@ -391,7 +396,7 @@ def test_as_many_equations_as_points_are_taken():
     """Oracle: the loss by its definition, of three equations at three points in a tuple."""
 
     def three(model, batch):
-        return torch.cat([model(batch[0]), model(batch[0]) - batch[1]], 1)
+        return torch.cat([model(batch[0]) ** 2, model(batch[0]) - batch[1]], 1)
 
     model, x, y = network(), points(3), points(3, 4)
     with torch.no_grad():

@@ -189,13 +189,13 @@ def record(
     with torch.enable_grad():
         with tape.recording():
             found = term.values(model) * scale
-        if len(found) == found.shape[1] > 1:
-            term.check_alike(model)
         if not found.requires_grad:
             raise ValueError(
                 f"the residuals of term {term.name!r} do not depend on a trained parameter; "
                 f"remove the term, and keep no_grad() and detach() out of it"
             )
+        if len(found) == found.shape[1] > 1:
+            term.check_alike(model, found[0], parameters.tensors)
         if wrong := int((~found.isfinite()).any(1).sum()):
             raise ValueError(
                 f"residuals of term {term.name!r} are not finite at {wrong} points; check the "

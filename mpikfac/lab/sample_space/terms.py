@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,16 +87,26 @@ class Term:
             )
         return found.flatten(1) if found.dim() == 2 else found[:, None]
 
-    def check_alike(self, model: nn.Module) -> None:
-        """Check that as many residuals as points are equations: one point has all of them, too.
+    def check_alike(self, model: nn.Module, first: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Check that as many residuals as points are equations.
+
+        A single point has all equations, and they depend on the parameters in different ways.
+
+        Args:
+            first: the residuals of the first point.
 
         Raises:
-            ValueError: a single point has one residual.
+            ValueError: they are those of other points.
         """
         one = (
             tuple(x[:1] for x in self.points) if isinstance(self.points, tuple) else self.points[:1]
         )
-        if list(self.residual(model, one).shape) == [1, 1]:
+        gradients = [
+            torch.autograd.grad(each, parameters, retain_graph=True, materialize_grads=True)
+            for each in first
+        ]
+        differ = any(not torch.equal(g, own[0]) for own in zip(*gradients) for g in own)
+        if not differ or list(self.residual(model, one).shape) == [1, 1]:
             raise self._broadcast()
 
     def _broadcast(self) -> ValueError:
