@@ -117,6 +117,7 @@ def test_ranks_that_end_alike_tell_nothing():
     assert (found.returncode, found.stderr) == (0, "")
 
 
+SECONDS = f"{paced(2)}"  # of the timeout; the ranks may start at different times
 HANGS = {
     "a checkpoint": (
         "save_checkpoint",
@@ -138,11 +139,12 @@ HANGS = {
 
 
 def by_mpirun(program: Path) -> subprocess.CompletedProcess[str]:
-    return launch(2, str(program), env={"MPIKFAC_WATCHDOG_TIMEOUT": "2"})
+    return launch(2, str(program), env={"MPIKFAC_WATCHDOG_TIMEOUT": SECONDS})
 
 
 def by_mpikfac(program: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mpikfac_apps", "launch", "-n", "2", "--watchdog_timeout", "2"]
+    command = [sys.executable, "-m", "mpikfac_apps", "launch", "-n", "2"]
+    command += ["--watchdog_timeout", SECONDS]
     chosen = {"env": environment(), "capture_output": True, "text": True, "timeout": paced(LIMIT)}
     return subprocess.run([*command, str(program)], stdin=subprocess.DEVNULL, check=False, **chosen)
 
@@ -168,7 +170,7 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(hang, start, tmp_path):
 def test_a_first_trainer_of_one_rank_ends_the_job():
     """Oracle: the end of the job, and the function in which rank 0 waits; rank 1 has no trainer."""
     late = "strategy=time.sleep(600) if comm.rank else None"
-    found = ended(2, settings=late, env={"MPIKFAC_WATCHDOG_TIMEOUT": "2"})
+    found = ended(2, settings=late, env={"MPIKFAC_WATCHDOG_TIMEOUT": SECONDS})
     assert found.returncode == 1
     assert re.search(r"rank 0 of 2, .*; stacks:", found.stderr), found.stderr
     assert re.search(r'File ".*", line \d+ in __init__', found.stderr), found.stderr
@@ -178,7 +180,7 @@ def test_a_first_trainer_of_one_rank_ends_the_job():
 def test_a_hang_ends_without_stderr():
     """Oracle: the code of the job."""
     closed = "os.close(2)\nwhile True: time.sleep(0.1)"
-    assert ended(2, "2", after=closed, env={"MPIKFAC_WATCHDOG_TIMEOUT": "2"}).returncode == 1
+    assert ended(2, "2", after=closed, env={"MPIKFAC_WATCHDOG_TIMEOUT": SECONDS}).returncode == 1
 
 
 @pytest.mark.gate

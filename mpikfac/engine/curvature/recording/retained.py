@@ -21,7 +21,7 @@ class Retained(NamedTuple):
         accumulated: whether the pass added to gradients, unlike one of `torch.autograd.grad`.
     """
 
-    versions: list[tuple[int, int]]
+    versions: list[tuple[int, int, int]]
     sizes: Sequence[Tensor]
     accumulated: bool
 
@@ -47,11 +47,10 @@ class RetainedGradients:
             return
         with torch.no_grad():
             # One call for all layers: on a GPU, a call for each layer starts a kernel for each.
-            sizes = iter(torch._foreach_norm([*chain.from_iterable(gradients.values())], 1))
-        for name, found in gradients.items():
-            self._retained[name] = Retained(
-                _versions(found), [*islice(sizes, len(found))], accumulated
-            )
+            found = map(local, chain.from_iterable(gradients.values()))
+            sizes = iter(torch._foreach_norm([*found], 1))
+        for name, own in gradients.items():
+            self._retained[name] = Retained(_versions(own), [*islice(sizes, len(own))], accumulated)
 
     def removed(self, accumulating: bool) -> list[str]:
         """Return the layers whose gradients are None or 0 now, but were not after a pass.
@@ -81,19 +80,19 @@ class RetainedGradients:
             for name in self._retained
             if removed and name not in removed and self._is_sharded(name)
             if _versions(own := self._gradients(name)) != self._retained[name].versions
-            if not any(gradient.any() for gradient in own)
+            if not _any(own)
         ]
 
     def _is_removed(self, name: str, retained: Retained, accumulating: bool) -> bool:
         gradients = self._gradients(name)
         if not retained.accumulated:
-            return accumulating and not any(g.any() for g in gradients)
+            return accumulating and not _any(gradients)
         if gradients and _versions(gradients) == retained.versions:
             return False
-        return not gradients or (any(retained.sizes) and not any(g.any() for g in gradients))
+        return not gradients or (any(retained.sizes) and not _any(gradients))
 
     def _gradients(self, name: str) -> list[Tensor]:
-        return [local(p.grad) for p in self._parameters[name] if p.grad is not None]
+        return [p.grad for p in self._parameters[name] if p.grad is not None]
 
     def _is_sharded(self, name: str) -> bool:
         return is_sharded(self._parameters[name][0])
@@ -107,5 +106,11 @@ class RetainedGradients:
         self._retained.clear()
 
 
-def _versions(gradients: Iterable[Tensor]) -> list[tuple[int, int]]:
-    return [(id(gradient), gradient._version) for gradient in gradients]
+def _versions(gradients: Iterable[Tensor]) -> list[tuple[int, int, int]]:
+    # An operation on a `DTensor` changes its own version, one on the rank's rows only theirs.
+    return [(id(gradient), gradient._version, local(gradient)._version) for gradient in gradients]
+
+
+def _any(gradients: Iterable[Tensor]) -> bool:
+    """Return whether the rank has elements of the gradients other than 0."""
+    return any(bool(local(gradient).any()) for gradient in gradients)
