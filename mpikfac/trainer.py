@@ -499,7 +499,7 @@ class Trainer:
             raise
         whole = [parameter for parameter in model.parameters() if not is_sharded(parameter)]
         broadcast(comm, [*whole, *model.buffers()])
-        check_replicas(comm, model, plan.sharding.shards)
+        check_replicas(comm, model, plan.sharding)
         per_node = self._strategy.transport.ranks_per_node
         grid = Grid(comm, plan.grid.workers, self.trace, per_node, plan.split.tp_plan)
         kind = covered.dtype, covered.device

@@ -7,10 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import mpikfac
 from mpikfac import files
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Options = TypeVar("Options")
 
@@ -92,6 +95,17 @@ def picture(text: str) -> Path:
         ValueError: the path has a different suffix.
     """
     return path_of(text, ".pdf", ".png", ".svg")
+
+
+def write_picture(figure: Figure, path: Path) -> None:
+    """Write a figure of matplotlib to a file, in the format of the suffix.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    image = io.BytesIO()
+    figure.savefig(image, format=path.suffix[1:], dpi=120)
+    files.write_bytes(path, image.getvalue(), named=True)
 
 
 def checkpoint_at(path: Path) -> Path:

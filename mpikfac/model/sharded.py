@@ -81,18 +81,16 @@ def check_wrappers(model: nn.Module) -> None:
             )
 
 
-def check_replicas(comm: Comm, model: nn.Module, shards: int) -> None:
+def check_replicas(comm: Comm, model: nn.Module, sharding: Sharding) -> None:
     """Check that ranks with the same rows of a parameter have the same values.
 
     Collective over: comm if there are replicas, otherwise none.
 
-    Args:
-        shards: the number of ranks among which rows are distributed; 0 if the model is whole.
-
     Raises:
         RanksDifferError: replicas differ; the message names the first parameter.
     """
-    if shards in (0, comm.size):
+    shards = sharding.shards
+    if not sharding or shards == comm.size:
         return
     rows = {name: local(p.detach()) for name, p in model.named_parameters() if is_sharded(p)}
     sums = comm.allgather(sums_of_bits(rows))

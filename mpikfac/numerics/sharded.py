@@ -14,8 +14,10 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-@torch.no_grad()
 def local(tensor: Any) -> Tensor:
     """Return the rank's elements of a sharded tensor, in the same memory; or the tensor itself."""
-    elements: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    elements: Tensor = tensor
+    if is_sharded(tensor):
+        with torch.no_grad():  # otherwise, the elements are a view with a version of its own
+            elements = tensor.to_local()
     return elements

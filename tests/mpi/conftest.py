@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import faulthandler
 import os
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 
 import mpikfac
 from support.pace import paced
@@ -34,6 +36,21 @@ if DEVICE.type != "cpu":
 def comm():
     """Return the communicator of all ranks."""
     return WORLD
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory):
+    """Let torch.distributed connect the processes, too."""
+    place = WORLD.bcast(str(tmp_path_factory.mktemp("gloo")) if WORLD.rank == 0 else None)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{place}/store",
+        rank=WORLD.rank,
+        world_size=WORLD.size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -24,31 +24,18 @@ from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
 LIMIT = datetime.timedelta(seconds=60)
-pytestmark = pytest.mark.skipif(
-    RANKS == 1 or problem.DEVICE.type != "cpu", reason="needs two ranks of gloo"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        RANKS == 1 or problem.DEVICE.type != "cpu", reason="needs two ranks of gloo"
+    ),
+    pytest.mark.usefixtures("gloo"),
+]
 INTERVALS = {"factor_update_steps": 1, "inv_update_steps": 2}
 OWNERS = MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)
 OVERLAPPED = Strategy(MemOpt(), transport=Transport(fusion=1, overlap=True))
 SERVERS = "curvature-servers", "downpour"
 COUNTS = [2 * rank % 5 for rank in range(RANKS)]  # 0 of rank 0, and unequal
 GAPS = [6 * rank + 1 for rank in range(RANKS)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gloo(tmp_path_factory):
-    """Let torch.distributed join the processes, too."""
-    comm = mpikfac.world()
-    place = comm.bcast(str(tmp_path_factory.mktemp("gloo")) if comm.rank == 0 else None)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{place}/store",
-        rank=comm.rank,
-        world_size=comm.size,
-        timeout=LIMIT,
-    )
-    yield
-    distributed.destroy_process_group()
 
 
 # -- messages ------------------------------------------------------------------------------------

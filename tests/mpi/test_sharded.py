@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections import Counter
 from functools import partial
@@ -21,26 +20,12 @@ from mpikfac.trace import Trace
 from support import problem
 
 RANKS = mpikfac.world().size
-LIMIT = datetime.timedelta(seconds=60)
 SHARDED = "sharded-optimizer"
 INTERVALS = {"factor_update_steps": 1, "inv_update_steps": 2}
-pytestmark = pytest.mark.skipif(problem.DEVICE.type != "cpu", reason="needs gloo on the CPU")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gloo(tmp_path_factory):
-    """Let torch.distributed connect the processes, too."""
-    comm = mpikfac.world()
-    place = comm.bcast(str(tmp_path_factory.mktemp("gloo")) if comm.rank == 0 else None)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{place}/store",
-        rank=comm.rank,
-        world_size=comm.size,
-        timeout=LIMIT,
-    )
-    yield
-    distributed.destroy_process_group()
+pytestmark = [
+    pytest.mark.skipif(problem.DEVICE.type != "cpu", reason="needs gloo on the CPU"),
+    pytest.mark.usefixtures("gloo"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -166,7 +166,7 @@ ALLOWED = {
         "counter.py: mmap.mmap",
     ),
     *("export.py: torch.save", "export.py: np.savez", "weights.py: torch.load"),
-    *("equations.py: savefig", "search.py: savefig", "spectra.py: savefig", "style.py: savefig"),
+    *("cli.py: savefig", "style.py: savefig"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import mpikfac
-from mpikfac import files
 from mpikfac.preconditioners import Preconditioner
+from mpikfac_apps.cli import write_picture
 
 FACTORS = "kfac/factors/", "kfac/gradient-factors/"  # prefixes of the names of averages
 NONE = torch.empty(0, dtype=torch.float64)
@@ -160,9 +159,7 @@ def draw(spectra: Sequence[Spectrum], conditions: Sequence[float], title: str, p
     axes[2].grid(alpha=0.3)
     figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
-    image = io.BytesIO()
-    figure.savefig(image, dpi=120, format=path.suffix[1:])
-    files.write_bytes(path, image.getbuffer(), named=True)
+    write_picture(figure, path)
     pyplot.close(figure)
 
 

@@ -8,7 +8,6 @@ The solutions are known. The time is CPU time of steps on a rank, without tests 
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 import mpikfac
-from mpikfac import files
+from mpikfac_apps.cli import write_picture
 from mpikfac_apps.guard.ranks import run_on_ranks
 from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.lab.equations.optimizers import Step, stepper
@@ -132,6 +131,4 @@ def draw(task: EquationTask, path: Path) -> None:
         image = panel.imshow(square, origin="lower", extent=(0, 1, 0, 1), **looks)
         panel.set(title="solution" if panel is solution else "error", xlabel="x", ylabel=second)
         figure.colorbar(image, ax=panel)
-    file = io.BytesIO()
-    figure.savefig(file, format=path.suffix[1:], dpi=120)
-    files.write_bytes(path, file.getvalue(), named=True)
+    write_picture(figure, path)

@@ -8,7 +8,6 @@ intervals.
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import mpikfac
-from mpikfac import files
+from mpikfac_apps.cli import write_picture
 from mpikfac_apps.lab.predict.options import PredictionOptions
 from mpikfac_apps.lab.predict.predictions import (
     NetworkShapes,
@@ -274,6 +273,4 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     keys = [Patch(color=f"C{place}") for place in range(len(names))]
     words = "hollow: results other than those requested; area: memory of the fullest rank"
     figure.legend(keys, names, loc="outside lower center", ncols=5, title=words)
-    image = io.BytesIO()
-    figure.savefig(image, format=path.suffix[1:], dpi=120)
-    files.write_bytes(path, image.getvalue(), named=True)
+    write_picture(figure, path)
