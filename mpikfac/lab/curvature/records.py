@@ -51,6 +51,12 @@ class RecordedCall(NamedTuple):
         group = self.layer.group
         return slice(None) if group is None else slice(group, group + 1)
 
+    @property
+    def elements(self) -> int:
+        """The number of elements of the layer's vectors, if the call is of all its groups."""
+        shape = self.layer.shape
+        return self.layer.positions(self.g) * shape.groups * (shape.outputs + shape.inputs)
+
     def vectors(self) -> tuple[slice, Tensor, Tensor]:
         """Return groups of the layer, and their vectors in float64.
 
@@ -178,8 +184,9 @@ def gradients(layer: Layer, calls: Sequence[RecordedCall], examples: int) -> Ten
     """Return the examples' gradients in a layer, `[examples, groups, outputs, inputs]`."""
     shape = layer.shape.groups, layer.shape.outputs, layer.shape.inputs
     total = torch.zeros(examples, *shape, dtype=torch.float64, device=layer.parameters[0].device)
-    for groups, a, g in (call.vectors() for call in calls):
-        total[:, groups] += torch.einsum("kbso,kbsi->bkoi", g, a)
+    for part, some in parts(layer, calls, examples):
+        for groups, a, g in (call.vectors() for call in some):
+            total[part, groups] += torch.einsum("kbso,kbsi->bkoi", g, a)
     return total
 
 
@@ -193,13 +200,16 @@ def products(matrices: Tensor, calls: Sequence[RecordedCall], examples: int) -> 
         matrices: `[vectors, groups, outputs, inputs]`.
     """
     total = matrices.new_zeros(len(matrices), examples)
-    for groups, a, g in (call.vectors() for call in calls):
-        if a.shape[2] == 1:
+    for call in calls:
+        if call.layer.positions(call.g) == examples:
+            groups, a, g = call.vectors()
             mapped = torch.einsum("vkoi,kbsi->vkbso", matrices[:, groups], a)
             total += torch.einsum("vkbso,kbso->vb", mapped, g)
-        else:
+            continue
+        for part, (some,) in parts(call.layer, [call], examples):
+            groups, a, g = some.vectors()
             each = torch.einsum("kbso,kbsi->bkoi", g, a)
-            total += matrices[:, groups].flatten(1) @ each.flatten(1).T
+            total[:, part] += matrices[:, groups].flatten(1) @ each.flatten(1).T
     return total
 
 
@@ -208,8 +218,7 @@ def parts(
 ) -> Iterator[tuple[slice, list[RecordedCall]]]:
     """Yield slices of the examples, of at most `ELEMENTS` elements of gradients or vectors each."""
     shape = layer.shape
-    positions = max((call.layer.positions(call.g) for call in calls), default=0)
-    vectors = positions * shape.groups * (shape.outputs + shape.inputs) // max(1, examples)
+    vectors = max((call.elements for call in calls), default=0) // max(1, examples)
     each = max(shape.groups * shape.outputs * shape.inputs, vectors)
     count = max(1, ELEMENTS // each)
     for first in range(0, examples, count):
@@ -227,15 +236,21 @@ def rotated_inputs(basis: Eigenbasis, calls: Sequence[RecordedCall]) -> list[Ten
     """
     found: list[Tensor | None] = []
     for call in calls:
-        shape, positions = call.layer.shape, call.layer.positions(call.g)
-        many = positions * shape.groups * shape.inputs > ELEMENTS
-        if many or positions > len(call.g) * shape.inputs or "A" in call.layer.quadratic:
+        if not rotated_elements(call, len(call.g)):
             found.append(None)
         else:
             groups, a, _ = call.vectors()
             rows = basis.of_groups(groups).rotate_inputs(a.flatten(1, 2))
             found.append(rows.view_as(a))
     return found
+
+
+def rotated_elements(call: RecordedCall, examples: int) -> int:
+    """Return the elements of the rotated inputs of such a call with other examples; 0 for None."""
+    shape, positions = call.layer.shape, call.layer.positions(call.g) // max(1, len(call.g))
+    elements = examples * positions * shape.groups * shape.inputs
+    many = elements > ELEMENTS or positions > shape.inputs or "A" in call.layer.quadratic
+    return 0 if many else elements
 
 
 @torch.no_grad()
