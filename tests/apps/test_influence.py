@@ -176,7 +176,7 @@ def test_a_page_shows_the_images_of_the_largest_scores(run, tmp_path, capsys):
 def by_network(run, images):
     """Return the classes that the run's network predicts."""
     data, model = datasets.load("digits"), models.build("digits_cnn", 10, 1)
-    mpikfac.lab.Curvature.load(run, model, skip=["1"])
+    mpikfac.lab.Curvature.load(run, model, skip=[n for n, _ in model.named_parameters()])
     normalise = Normalise(data.train_images[:IMAGES], torch.device("cpu"))
     return model.eval()(normalise(images)).argmax(1).tolist()
 
@@ -203,7 +203,7 @@ def test_what_is_no_image_is_shown_by_number_label_and_score():
 
 
 def test_the_memory_is_planned_and_measured(run, capsys):
-    """Oracle: 16 bytes per parameter and query; the size of a block that a pass allocates."""
+    """Oracle: 24 bytes per parameter and query, by hand."""
     assert influence.main([f"{run}", f"--queries={QUERIES}", "--device=cpu"]) == 0
     number = r"([\d.,]+)"
     line = (
@@ -215,7 +215,7 @@ def test_the_memory_is_planned_and_measured(run, capsys):
     model = models.build("digits_cnn", 10, 1)
     layers = mpikfac.layers.cover(model)[0]
     count = sum(p.numel() for layer in layers for p in layer.parameters)
-    assert float(found[3]) == pytest.approx(16 * count * QUERIES / 2**20, rel=0.01)
+    assert float(found[3]) == pytest.approx(24 * count * QUERIES / 2**20, rel=0.01)
 
 
 @pytest.mark.gate

@@ -15,7 +15,6 @@ from mpikfac.lab import (
     self_influence,
     variances_memory,
 )
-from mpikfac.lab.curvature import records
 from support.allocated import Allocated
 from support.curved import losses
 
@@ -30,10 +29,10 @@ def curvature():
         nn.Conv2d(3, 16, 3, padding=1),
         nn.BatchNorm2d(16),
         nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1, stride=2),
+        nn.Conv2d(16, 32, 3, padding=1, stride=4),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(2048, 10),
+        nn.Linear(512, 10),
     )
     coverage = mpikfac.Coverage(skip=["1"])
     batch = torch.randn(16, 3, 16, 16)
@@ -74,12 +73,10 @@ def test_the_plan_is_what_is_allocated(curvature, monkeypatch, elements):
         "influence": counted(lambda: influence(curvature, losses, [examples], queries)),
         "self-influence": counted(lambda: self_influence(curvature, losses, [examples])),
     }
-    variances = variances_memory(curvature, outputs, one, EXAMPLES, PRIORS)
-    planned["variances"] = variances
-    everywhere, priors = curvature.replicate(), list(range(1, PRIORS + 1))
+    planned["variances"] = variances_memory(curvature, outputs, one, EXAMPLES, PRIORS)
+    priors = list(range(1, PRIORS + 1))
     found["variances"] = counted(
-        lambda: output_variances(everywhere, outputs, examples, EXAMPLES, priors)
+        lambda: output_variances(curvature.replicate(), outputs, examples, EXAMPLES, priors)
     )
     for phase, parts in planned.items():
-        print(phase, elements, parts, sum(parts.values()) / 2**20, found[phase] / 2**20, found[phase]/sum(parts.values()))
-    assert 0
+        assert 0.85 < found[phase] / sum(parts.values()) <= 1, phase

@@ -6,8 +6,7 @@ network, and are taken from a pass over a single example. The memory of messages
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,12 +24,13 @@ from mpikfac.lab.curvature.records import (
     record,
     record_columns,
     rotated_elements,
+    single_products,
 )
 
 Parts = dict[str, int]
 """Bytes by what they store."""
-MATRICES = 4
-"""Gradients of a layer that exist at a time: their sum, a call's, and two sides of a rotation."""
+ROTATED = 4
+"""Gradients that exist at a time: a sum, those of a call, and both sides of their rotation."""
 
 
 def influence_memory(
@@ -53,16 +53,22 @@ def influence_memory(
     """
     with _saved(curvature.model) as saved:
         records = record(curvature.model, list(curvature.layers.values()), losses, example)
-    calls, examples = _calls(records), max(examples, queries)
-    kept = {_storage(t): t.nbytes for call in calls for t in (call.x, call.g)}
-    after = examples * sum(kept.values()) + _temporary(calls, examples)
-    batch = max(examples * sum({**saved, **kept}.values()), after)
-    owners = curvature.owners
-    everyone = sum(owners.integers(queries)) if len(owners.names) > 1 else 0
-    vectors = ITEMSIZE * sum(owners.sizes) * (2 * queries + everyone)  # gradients and solutions
+    graph, kept = _of_pass(saved, records)
+    owners, largest = curvature.owners, max(examples, queries)
+    everyone = sum(owners.integers(queries))
+    vectors = 2 * queries + everyone  # gradients and solutions, then the solutions of all ranks
+    layers = [calls for calls in records.values() if calls]
+    products = max((_of_layer(calls, largest, everyone) for calls in layers), default=0)
+    rotated = max((_of_layer(calls, examples) for calls in layers), default=0)
     return {
-        "influence": {"queries": vectors, "batch": batch},
-        "self-influence": {"eigenbases": _bases(curvature), "batch": batch},
+        "influence": {
+            "queries": ITEMSIZE * sum(owners.sizes) * vectors,
+            "batch": max(graph * largest, kept * largest + ITEMSIZE * products),
+        },
+        "self-influence": {
+            "eigenbases": _bases(curvature),
+            "batch": max(graph * examples, kept * examples + ITEMSIZE * rotated),
+        },
     }
 
 
@@ -88,14 +94,20 @@ def variances_memory(
     layers = list(curvature.layers.values())
     with _saved(curvature.model) as saved:
         passes = record_columns(curvature.model, layers, outputs, example, lambda y: iter([y]))
-        calls = _calls(next(passes)[1])
-    kept = {_storage(t): t.nbytes for call in calls for t in (call.x, call.g)}
-    rotated = ITEMSIZE * sum(rotated_elements(call, examples) for call in calls)
-    largest = max(map(math.prod, curvature.owners.shapes.values()))
+        _, records = next(passes)
+    graph, _ = _of_pass(saved, records)
+    rotated = sum(rotated_elements(call, examples) for c in records.values() for call in c)
+
+    def of_layer(name: str, calls: Sequence[RecordedCall]) -> int:
+        groups, outputs, inputs = curvature.owners.shapes[name]
+        rows = outputs + (examples if single_products(calls) else 0)
+        return _of_layer(calls, examples) + 2 * priors * groups * rows * inputs
+
+    layer = max((of_layer(name, calls) for name, calls in records.items() if calls), default=0)
     return {
         "eigenbases": _bases(curvature),
-        "batch": examples * sum({**saved, **kept}.values()) + rotated + _temporary(calls, examples),
-        "priors": 2 * priors * ITEMSIZE * largest,
+        "batch": graph * examples + ITEMSIZE * rotated,
+        "layer": ITEMSIZE * layer,
     }
 
 
@@ -105,20 +117,29 @@ def _bases(curvature: Curvature) -> int:
     return sum(curvature.owners.integers(own))
 
 
-def _calls(records: Records) -> list[RecordedCall]:
-    return [call for of_layer in records.values() for call in of_layer]
+def _of_pass(saved: dict[int, int], records: Records) -> tuple[int, int]:
+    """Return bytes per example: before and during a backward pass, and after it."""
+    calls = [call for of_layer in records.values() for call in of_layer]
+    kept = {_storage(tensor): tensor.nbytes for call in calls for tensor in (call.x, call.g)}
+    return sum({**saved, **kept}.values()), sum(kept.values())
 
 
-def _temporary(calls: list[RecordedCall], examples: int) -> int:
-    """Return the bytes that the layer with the largest gradients needs for them; see `parts`."""
+def _of_layer(calls: Sequence[RecordedCall], examples: int, queries: int | None = None) -> int:
+    """Return the elements that a layer needs at a time for its gradients; see `parts`.
 
-    def of_layer(call: RecordedCall) -> int:
-        shape = call.layer.shape
-        gradient = shape.groups * shape.outputs * shape.inputs
-        at_a_time = min(examples, max(1, ELEMENTS // max(call.elements, gradient)))
-        return at_a_time * (call.x.numel() + call.elements + MATRICES * gradient)
-
-    return ITEMSIZE * max(map(of_layer, calls), default=0)
+    Args:
+        queries: those whose products with the gradients are computed; None if gradients are
+            rotated.
+    """
+    shape = calls[0].layer.shape
+    gradient = shape.groups * shape.outputs * shape.inputs
+    inputs, vectors = (max(sizes) for sizes in zip(*((c.x.numel(), c.elements) for c in calls)))
+    if single_products(calls):  # gradients are not computed
+        return examples * (inputs + 2 * vectors) + (queries or 0) * gradient
+    at_a_time = min(examples, max(1, ELEMENTS // max(vectors, gradient)))
+    if queries is not None:
+        return at_a_time * (inputs + 2 * vectors + gradient)
+    return at_a_time * max(inputs + 2 * (vectors + gradient), ROTATED * gradient)
 
 
 @contextmanager

@@ -69,6 +69,11 @@ class RecordedCall(NamedTuple):
         )
         return self.groups, a, g
 
+    def gradients(self) -> Tensor:
+        """Return the examples' gradients, `[examples, groups, outputs, inputs]`, of own groups."""
+        _, a, g = self.vectors()
+        return torch.einsum("kbso,kbsi->bkoi", g, a)
+
 
 Records = Mapping[str, Sequence[RecordedCall]]
 """The calls in a pass over a batch, by layer."""
@@ -185,8 +190,8 @@ def gradients(layer: Layer, calls: Sequence[RecordedCall], examples: int) -> Ten
     shape = layer.shape.groups, layer.shape.outputs, layer.shape.inputs
     total = torch.zeros(examples, *shape, dtype=torch.float64, device=layer.parameters[0].device)
     for part, some in parts(layer, calls, examples):
-        for groups, a, g in (call.vectors() for call in some):
-            total[part, groups] += torch.einsum("kbso,kbsi->bkoi", g, a)
+        for call in some:
+            total[part, call.groups] += call.gradients()
     return total
 
 
@@ -206,10 +211,9 @@ def products(matrices: Tensor, calls: Sequence[RecordedCall], examples: int) -> 
             mapped = torch.einsum("vkoi,kbsi->vkbso", matrices[:, groups], a)
             total += torch.einsum("vkbso,kbso->vb", mapped, g)
             continue
+        rows = matrices[:, call.groups].flatten(1)
         for part, (some,) in parts(call.layer, [call], examples):
-            groups, a, g = some.vectors()
-            each = torch.einsum("kbso,kbsi->bkoi", g, a)
-            total[:, part] += matrices[:, groups].flatten(1) @ each.flatten(1).T
+            total[:, part] += rows @ some.gradients().flatten(1).T
     return total
 
 
@@ -295,8 +299,9 @@ def weighted_squares(
         return ((g @ weights) * a).sum((1, 3))
     found = [weights.new_empty(len(weights), 0)]
     for part, some in parts(layer, calls, examples):
-        squares = _rotated(basis, some, _part_of(inputs, part)).square()
-        found.append(weights.flatten(1) @ squares.flatten(1).T)
+        rows = _rotated(basis, some, _part_of(inputs, part)).square_()
+        found.append(weights.flatten(1) @ rows.flatten(1).T)
+        del rows  # before the next part takes as much
     return torch.cat(found, 1)
 
 
@@ -310,10 +315,10 @@ def _rotated(
     total = basis.values.new_zeros(max(len(call.g) for call in calls), *basis.values.shape)
     for call, known in zip(calls, inputs, strict=True):
         own = basis.of_groups(call.groups)
-        _, a, g = call.vectors()
         if known is None:
-            total[:, call.groups] += own.rotate(torch.einsum("kbso,kbsi->bkoi", g, a))
+            total[:, call.groups] += own.rotate(call.gradients())
         else:
+            _, _, g = call.vectors()
             rows = own.rotate_outputs(g.flatten(1, 2)).view_as(g)
             total[:, call.groups] += torch.einsum("kbso,kbsi->bkoi", rows, known)
     return total
@@ -324,14 +329,19 @@ def _part_of(inputs: Sequence[Tensor | None], part: slice) -> list[Tensor | None
     return [None if vectors is None else vectors[:, part] for vectors in inputs]
 
 
+def single_products(calls: Sequence[RecordedCall]) -> bool:
+    """Return whether an example's gradient in a layer is a single product `g a^T`."""
+    if len(calls) != 1 or calls[0].layer.group is not None:
+        return False
+    return calls[0].layer.positions(calls[0].g) == len(calls[0].g)
+
+
 def _rotated_pair(
     basis: Eigenbasis, calls: Sequence[RecordedCall], inputs: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor] | None:
     """Return `Q_G^T g` and `Q_A^T a`, `[groups, examples, n]`, if gradients are single products."""
-    if len(calls) != 1 or calls[0].layer.positions(calls[0].g) != len(calls[0].g):
+    if not single_products(calls):
         return None
-    groups, a, g = calls[0].vectors()
-    if groups != slice(None) or a.shape[2] != 1:
-        return None
+    _, a, g = calls[0].vectors()
     rows = basis.rotate_inputs(a[:, :, 0]) if inputs[0] is None else inputs[0][:, :, 0]
     return basis.rotate_outputs(g[:, :, 0]), rows

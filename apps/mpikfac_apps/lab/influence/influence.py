@@ -210,4 +210,6 @@ def write(found: Influence, finished: Finished, options: InfluenceOptions) -> No
         "step": finished.checkpoint.step,
         "checkpoint": finished.checkpoint.digest,
     }
+    if found.predicted is not None:
+        items["predicted"] = found.predicted
     mpikfac.checkpoint.write_shard(options.out, items)

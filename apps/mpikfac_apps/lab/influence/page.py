@@ -54,7 +54,7 @@ def page(found: Influence, images: Tensor, head: str, top: int) -> str:
         head: a line that describes the scores.
         top: the number of training images on each side of a query.
     """
-    white = int(images.max())
+    white = max(1, int(images.max()))
 
     def largest(scores: Tensor, of: Tensor, count: int) -> Iterator[Shown]:
         for number in of.topk(min(count, len(of))).indices.tolist():
