@@ -110,10 +110,12 @@ def test_every_pass_is_progress(run, monkeypatch, capsys):
     phases = []
     monkeypatch.setattr(influence.Watchdog, "enter", lambda _, *phase: phases.append(phase))
     monkeypatch.setattr(influence, "PASS", 50)
+    monkeypatch.setattr(influence, "NAMES", 2)
     monkeypatch.setattr(finished, "LINES", 2)
     assert influence.main([f"{run}", "--device=cpu"]) == 0
     assert phases.count(("influence", 4)) == 1 + 2 * 3
     printed = capsys.readouterr().out
+    assert "no factors cover 1.weight, 1.bias and 2 more: scores ignore" in printed
     assert "\ninfluence: 100 of 120 images of rank 0\n" in printed
     assert "\nself-influence: 100 of 120 images of rank 0\n" in printed
 

@@ -39,6 +39,7 @@ from mpikfac_apps.training.parts.problem import Problem
 Losses = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
 
 PASS = 128  # training images per backward pass
+NAMES = 4  # of parameters in a line
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ def scored(
     images, labels = examples(problem)
     curvature = mpikfac.lab.Curvature.load(path, model, comm, coverage=covered, skip=left)
     if left and comm.rank == 0:
-        print(f"no factors cover {', '.join(left)}: scores ignore these parameters", flush=True)
+        names = ", ".join(left[:NAMES]) + (f" and {len(left) - NAMES} more" if left[NAMES:] else "")
+        print(f"no factors cover {names}: scores ignore these parameters", flush=True)
     if (changed := augmentations(problem.options)) and comm.rank == 0:
         plain = f"{len(images):,} plain images and labels"
         print(f"the run had {listed(changed)}: scores are those of the {plain}", flush=True)
