@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import mpikfac.lab  # noqa: F401  registers the methods of the laboratory
+import mpikfac.lab  # noqa: F401  its methods count too
 from mpikfac.plan import (
     SHARDED,
     SPLIT,
@@ -36,18 +36,18 @@ JOINTS: dict[str, type[Choice]] = {
     "grafting": Grafting,
     "clip": Clip,
 }
-"""The base classes of methods, by field of `Strategy` or argument of `KFAC`."""
+"""The bases of methods by field of `Strategy`, or by argument of `KFAC`."""
 
 HEADING = """# Choices that need other choices
 
-`Strategy` and `KFAC` refuse a choice whose needs are not met, before any communication and with a
-one-line error such as `transport.owner_sums='alltoall' needs transport.fusion=None, not 2: an
+`Strategy` and `KFAC` refuse a choice whose needs are not met. They do so before any communication
+and in one line, such as `transport.owner_sums='alltoall' needs transport.fusion=None, not 2: an
 exchange of parts is one message`.
 
 ## Methods and their fields
 
-A field exists only in the types that list it in this table, so most needs are met by the choice of
-a type. Each type also checks the ranges of its fields.
+A field exists only in the types of this table that list it, so most needs are a matter of the type
+that you choose. Each type also checks the range of its own fields.
 
 | field of `Strategy`, or argument of `KFAC` | type | name | fields and defaults |
 |---|---|---|---|
@@ -55,10 +55,10 @@ a type. Each type also checks the ranges of its fields.
 NEEDED = """
 ## Needs
 
-The code uses this table to refuse choices. A dotted name can also be a property of a method:
-`sync.local_steps` is true for all methods in which ranks take local steps. `handed_on=True` means
-that two split layers follow each other. The error message ends in `of layer 'NAME'` if a rule
-chose the preconditioner or the rank.
+The code refuses by this table. A dotted name such as `sync.local_steps` may be a property of a
+method: it is true for all methods in which ranks take steps of their own. `handed_on=True` stands
+for two split layers in a row. A refusal ends in `of layer 'NAME'` if a rule chose the
+preconditioner or the rank.
 
 | choice | needs | because |
 |---|---|---|
@@ -66,7 +66,7 @@ chose the preconditioner or the rank.
 
 
 def listing() -> str:
-    """Return the page that lists all methods, and all combinations of choices and needs."""
+    """Return the page of all methods, and of all combinations that the code refuses by."""
     of_methods = [need for _, kind in _methods() for need in kind.needs]
     of_preconditioners = [
         need for preconditioner in PRECONDITIONERS.values() for need in preconditioner.form.needs
@@ -76,7 +76,7 @@ def listing() -> str:
 
 
 def _methods() -> Iterator[tuple[str, type[Choice]]]:
-    """Yield each method with the field or argument that accepts it."""
+    """Yield each method with the field or the argument that takes it."""
     for field, base in JOINTS.items():
         for kind in named_types(base).values():
             yield field, kind

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "mpikfac").rglob("*.py"), *(ROOT / "apps").rglob("*.py")])
 SCRIPTS = sorted(path for path in (ROOT / "jobs").rglob("*.*") if path.suffix != ".yaml")
 ERRORS = {"ArgumentTypeError", "OSError", "RuntimeError", "TypeError", "UserError", "ValueError"}
-CALLS = {"error", "print", "warning"}  # a parser's error, a print to stderr, a log's warning
+CALLS = {"error", "print", "warning"}  # of a parser, to stderr, of a log
 VERBS = (
     "add|allow|average|begin|call|change|check|choose|clip|close|construct|continue|convert|copy|create|delete|"
     "detach|end|fix|freeze|give|install|leave|load|make|measure|name|pass|put|raise|remove|rename|repair|restart|"
@@ -28,16 +28,17 @@ NEED = re.compile(
     r"|\b(go on|continue) with\b"
     rf"|[;:,.] (?:{BEFORE})*({VERBS})\b"
 )
-"""Matches messages that say what is needed or what to do."""
+"""Words of a message that says what is needed or what to do."""
 HEADING = """# Messages
 
-This page lists all errors and warnings of the library, the programs and the job scripts by package.
-`…` stands for text that varies. A message without a link says what is needed or what to do.
+All errors and warnings of the library, the programs and the job scripts, by package.
+`…` stands for text that differs from case to case. A message without a link itself says what is
+needed or what to do.
 """
 
 
 def template(node: ast.AST | None) -> str:
-    """Return a text with its variable parts replaced by …."""
+    """Return a text with … in place of variable parts."""
     if isinstance(node, ast.Constant):
         return re.sub(r"(%[a-z])+", "…", str(node.value))
     if isinstance(node, ast.JoinedStr):
@@ -46,7 +47,7 @@ def template(node: ast.AST | None) -> str:
 
 
 def texts(path: Path) -> list[str]:
-    """Return all texts of a program or script, with their variable parts replaced by …."""
+    """Return all texts of a program or of a script, with … in place of variable parts."""
     if path.suffix == ".py":
         nodes = ast.walk(ast.parse(path.read_text()))
         return [template(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr)]
@@ -54,7 +55,7 @@ def texts(path: Path) -> list[str]:
 
 
 def messages(path: Path) -> list[str]:
-    """Return the messages of a program or script, except for those assembled elsewhere."""
+    """Return the messages of a program or of a script, without messages assembled elsewhere."""
     if path.suffix == ".py":
         candidates = _said(ast.parse(path.read_text()))
     else:
@@ -65,7 +66,7 @@ def messages(path: Path) -> list[str]:
 
 
 def explained(page: str) -> list[str]:
-    """Return the messages that a page explains: all code in the first columns of its tables."""
+    """Return the messages that a page explains: all code in the first cells of its tables."""
     cells = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
     return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
 
@@ -120,5 +121,5 @@ def _quoted(script: str) -> Iterator[str]:
 
 
 def _has_words(text: str) -> bool:
-    """Return whether a text contains words, other than a name in front of another message."""
+    """Return whether a text has own words, besides a name before another message."""
     return re.search(r"[a-z]", text.replace("mpikfac", "").split(": ")[-1]) is not None

@@ -1,4 +1,4 @@
-"""Choose the pages of the site, and generate the pages of the API reference.
+"""Choose the pages of the site, and make the pages of the API reference.
 
 A page has the path of the file in the repository, so links between files work in both places. The
 README is the landing page. The reference has a page for the exported names of `mpikfac`, a page for
@@ -25,7 +25,7 @@ SHOWN = (
     *("docs/reports/*.html", "benchmarks/*.md", "benchmarks/results/*", "mpikfac/**/*.py"),
 )
 MODULES = ("mpikfac.settings.schedule", "mpikfac.timeline")  # modules that mpikfac exports
-BOOSTS = {  # boosts of the search by path prefix; 1 for all other paths
+BOOSTS = {  # factors of the search, by the beginning of a path; 1 for all others
     **dict.fromkeys(("README.md", "docs/start/", "docs/guide/"), 4),
     **dict.fromkeys(("docs/ideas/", "docs/extensions/"), 2),
     **dict.fromkeys(("docs/decisions/", "reference/", "CHANGELOG.md", "CONTRIBUTING.md"), 0.5),
@@ -33,13 +33,13 @@ BOOSTS = {  # boosts of the search by path prefix; 1 for all other paths
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Return the configuration, with each folder in the navigation replaced by its pages."""
+    """Return the configuration with the pages of a folder in the place of the folder."""
     config.nav = [_opened(entry) for entry in config.nav or ()]
     return config
 
 
 def _opened(entry: Any) -> Any:
-    """Return an entry of the navigation, with folders replaced by lists of pages."""
+    """Return an entry of the navigation, with lists of pages in the place of folders."""
     if isinstance(entry, dict):
         return {title: _opened(value) for title, value in entry.items()}
     if isinstance(entry, list):
@@ -78,7 +78,7 @@ def _messages() -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Return the text of a page unchanged; set its search boost, and hide the README's menu."""
+    """Return the text of a page unchanged; set the page's place in the search, and its frame."""
     path = page.file.src_uri
     boost = next((boost for start, boost in BOOSTS.items() if path.startswith(start)), 1)
     page.meta["search"] = {"boost": boost}

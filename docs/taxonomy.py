@@ -1,15 +1,15 @@
-"""Write the page that classifies all named strategies on the axes of two surveys, without MPI.
+"""Write the page that places all named strategies on the axes of two surveys. No MPI.
 
     python docs/taxonomy.py > docs/extensions/taxonomy.md
 
-The classification follows from a strategy's choices and from the messages of its plan.
+Places follow from the choices of a strategy and from the messages of its plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-import mpikfac.lab  # registers the names of the laboratory
+import mpikfac.lab  # its names count too
 from mpikfac.plan import NAMED, LayerShape, Plan, Strategy, axes
 from mpikfac.plan import names as stages
 
@@ -19,7 +19,7 @@ OF_WEIGHTS = (
     *(stages.REDUCE_GRADIENTS, stages.EXCHANGE_WEIGHTS),
     *(stages.PUBLISH_DIRECTIONS, stages.PUBLISH_WEIGHTS),
 )
-"""Stages whose messages turn the gradients of all ranks into equal weights."""
+"""Stages whose messages make the same weights of all ranks' gradients."""
 
 HEAD = """\
 # Named strategies on the axes of surveys
@@ -74,7 +74,7 @@ def langer(name: str) -> dict[str, str]:
 
 
 def by_layers(name: str, strategy: Strategy) -> str:
-    """Return the work of a step that ranks divide among themselves by layers."""
+    """Return the work of a step that ranks divide among them by layers."""
     if not strategy.sync.waits_for_all:
         return "none"
     factors = plan_of(name, strategy).factors.values()
@@ -85,7 +85,7 @@ def by_layers(name: str, strategy: Strategy) -> str:
 
 
 def exchanged(name: str, strategy: Strategy) -> str:
-    """Return the MPI primitives that turn the gradients of all ranks into equal weights."""
+    """Return the primitives of MPI that make the same weights of all ranks' gradients."""
     if not strategy.sync.waits_for_all:
         return "Send to a server, and back"
     sent = plan_of(name, strategy).messages(0, False, False)
@@ -100,7 +100,7 @@ def plan_of(name: str, strategy: Strategy) -> Plan:
 
 
 def table(place: Callable[[str], Mapping[str, str]]) -> Iterator[str]:
-    """Yield a table with a row for each class, which lists the strategies in it."""
+    """Yield a table with a line for each place, which names the strategies there."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name in NAMED:
         names.setdefault(tuple(place(name).values()), []).append(f"`{name}`")
