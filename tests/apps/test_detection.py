@@ -12,6 +12,8 @@ from mpikfac_apps.detection import precision, shapes, train
 from mpikfac_apps.detection.precision import Tally
 from mpikfac_apps.detection.train import DetectionOptions
 
+pytestmark = pytest.mark.lab
+
 # -- shapes --------------------------------------------------------------------------------------
 
 

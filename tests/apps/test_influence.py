@@ -23,6 +23,8 @@ from mpikfac_apps.training.batches import Normalise
 from mpikfac_apps.training.testing.options import EVALUATE
 from support.launch import launch
 
+pytestmark = pytest.mark.lab
+
 IMAGES, QUERIES = 120, 3
 QUICK = f"--batch=60 --data.train_images={IMAGES} --epochs=2 --threads=1".split()
 

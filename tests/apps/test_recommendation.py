@@ -15,6 +15,8 @@ from mpikfac_apps.recommendation.network import Dlrm
 from mpikfac_apps.recommendation.train import RecommendationOptions, area, standardised
 from support.launch import launch
 
+pytestmark = pytest.mark.lab
+
 PROGRAM = ("-m", "mpikfac_apps", "train-recommendation")
 IN_FLOAT64 = """
 import sys, torch

@@ -24,6 +24,8 @@ from mpikfac_apps.lab.study.seeds import doubt, mean_of, student
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import ms
 
+pytestmark = pytest.mark.lab
+
 STUDY = {
     "name": "a <study>",
     "options": {

@@ -27,6 +27,8 @@ from mpikfac.plan import BFloat16Codec, Int8Codec, divisors, lay_out, stages
 from mpikfac.plan.messages import in_two_levels, seat, sums
 from support import inside, problem
 
+pytestmark = pytest.mark.lab
+
 RANKS = mpikfac.world().size
 STEPS, SIZES = 5, (160, 96)
 STEPS_OF_TRAINING = range(8)

@@ -28,6 +28,8 @@ from mpikfac.lab.tensor_parallel.forward import split_forward
 from mpikfac.plan import activation_messages, divisors, places, split_layers
 from support import problem
 
+pytestmark = pytest.mark.lab
+
 
 def multilayer():
     """Return three linear layers in a row."""
