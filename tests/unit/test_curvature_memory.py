@@ -18,6 +18,8 @@ from mpikfac.lab import (
 from support.allocated import Allocated
 from support.curved import losses
 
+pytestmark = pytest.mark.lab
+
 EXAMPLES, QUERIES, PRIORS = 64, 20, 33
 
 
