@@ -1,7 +1,7 @@
 """Describe and draw the training images that help and harm test images of CIFAR-10 most.
 
 mpikfac influence RUN --queries 50 --out scores.h5
-PYTHONPATH=apps python benchmarks/influential.py scores.h5 --data DIR --picture influence.png
+PYTHONPATH=apps python benchmarks/influential.py scores.h5 --data DIR --picture influence.jpg
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def draw(
     heads = {0: "query (predicted)", 1: "most helpful", 1 + TOP: "most harmful"}
     for column, text in heads.items():
         axes[0, column].annotate(text, (0, 1.35), xycoords="axes fraction", weight="bold", size=8)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=80, pil_kwargs={"quality": 80} if path.suffix == ".jpg" else None)
     pyplot.close(figure)
 
 

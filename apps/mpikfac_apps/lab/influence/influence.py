@@ -136,8 +136,8 @@ def scored(
         names = ", ".join(left[:NAMES]) + (f" and {len(left) - NAMES} more" if left[NAMES:] else "")
         print(f"no factors cover {names}: scores ignore these parameters", flush=True)
     if (changed := augmentations(problem.options)) and comm.rank == 0:
-        plain = f"{len(images):,} plain images and labels"
-        print(f"the run had {listed(changed)}: scores are those of the {plain}", flush=True)
+        what = f"{len(images):,} plain images and labels"
+        print(f"the run had {listed(changed)}: scores are those of the {what}", flush=True)
     if problem.options.ema_decay and comm.rank == 0:
         print("scores are computed at the weights themselves, not at their averages", flush=True)
     model.eval()
