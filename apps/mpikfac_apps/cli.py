@@ -19,7 +19,7 @@ Options = TypeVar("Options")
 
 
 def run(program: str, work: Callable[[], int]) -> int:
-    """Return the exit code of a program's work, or 2 after one line about invalid input."""
+    """Run a program's work; return its exit code, or 2 after printing a line about invalid input."""
     mend_streams()
     try:
         return work()
@@ -48,7 +48,7 @@ def mend_streams() -> None:
 
 
 def complain(program: str, error: Exception) -> None:
-    """Print an error on a single line; escape unprintable characters, as parts come from files."""
+    """Print an error on a single line; escape unprintable characters, since parts can come from files."""
     print(files.printable(f"{program}: {error}"), file=sys.stderr)
 
 
@@ -98,7 +98,7 @@ def picture(text: str) -> Path:
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Write a figure of matplotlib to a file, in the format of the suffix.
+    """Write a matplotlib figure to a file, in the format that the suffix names.
 
     Raises:
         OSError: the file cannot be written.

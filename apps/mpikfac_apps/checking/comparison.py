@@ -155,7 +155,7 @@ def one_step(
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Suppress the library's warnings inside."""
+    """Suppress the library's warnings in this context."""
     log = logging.getLogger("mpikfac")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -313,7 +313,7 @@ def distributed(
         damping=DAMPING,
         inv_update_steps=1,
         preconditioner=preconditioner,
-        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam's step would magnify rounding errors of zeros
+        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam would magnify rounding errors in zeros
         coverage=coverage,
     )
     for layer in kfac.layers:

@@ -1,4 +1,4 @@
-"""Find uses of weights inside attention modules and cells, which multiply without submodules.
+"""Find products inside attention modules and recurrent cells, which use no submodules for them.
 
 Attention modules call `F.linear`. Cells are rewritten in terms of `F.linear`, following their
 formulas in torch's documentation.
@@ -46,7 +46,7 @@ def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
 
 
 def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
-    """Return a layer of a separate `Linear` for a product, or for each of its groups."""
+    """Return layers of separate `Linear` modules, one for the product or for each of its groups."""
     if not is_inside(layer):
         return [layer]
     matrix = torch.empty(layer.shape.gradient).to(layer.parameters[0])

@@ -1,4 +1,4 @@
-"""Load a model to check: the module, the inputs, and the modules that the library refuses."""
+"""Load a model to check: the module, the inputs, and the modules that the library rejects."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Subject:
     """A model in float64, with inputs and coverage.
 
     Attributes:
-        coverage: covering classes by type of module; modules that the library refuses are skipped.
-        refused: modules that the library refuses to cover, with the library's message.
+        coverage: covering classes by type of module; modules that the library rejects are skipped.
+        refused: modules that the library cannot cover, with the library's message.
         inputs: the shape of an example.
         tokens: examples consist of whole numbers below `tokens`; None if they are real numbers.
         outputs: the shape of the model's output for an example: classes, and positions if any.
@@ -105,7 +105,7 @@ def subject_of(
     return Subject(model, coverage, refused, inputs, outputs, tokens)
 
 
-# -- modules that the library refuses ------------------------------------------------------------
+# -- modules that the library rejects ------------------------------------------------------------
 
 
 def refusals(model: nn.Module, covers: mpikfac.layers.Kinds) -> dict[str, str]:

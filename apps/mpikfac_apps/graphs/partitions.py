@@ -28,7 +28,7 @@ def greedy(edges: Places, nodes: int, parts: int) -> Places:
     neighbours = _neighbours(edges, nodes)
     order = _breadth_first(neighbours)
     room = math.ceil(SLACK * nodes / parts)
-    owners = np.full(nodes, parts)  # in no part yet
+    owners = np.full(nodes, parts)  # not assigned yet
     for _ in range(PASSES):
         sizes = np.zeros(parts)
         for node in order:

@@ -1,4 +1,4 @@
-"""Run a program on all ranks of a job; a watchdog runs from the first call that can block."""
+"""Run a program on all ranks of a job; a watchdog starts before the first call that can block."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class CurvatureServers(Refresh):
     Attributes:
         staleness, stagger, tolerance: see `Refresh`; the staleness must be at least 1, and the
             tolerance 0.
-        servers: the number of ranks that decompose, and do not train.
+        servers: the number of ranks that decompose factors and do not train.
     """
 
     name: ClassVar[str] = "curvature-servers"
