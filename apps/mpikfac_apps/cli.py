@@ -19,7 +19,7 @@ Options = TypeVar("Options")
 
 
 def run(program: str, work: Callable[[], int]) -> int:
-    """Run a program's work; return its exit code, or 2 after printing a line about invalid input."""
+    """Run a program's work; return its exit code, or 2 after a line about invalid input."""
     mend_streams()
     try:
         return work()
@@ -48,7 +48,7 @@ def mend_streams() -> None:
 
 
 def complain(program: str, error: Exception) -> None:
-    """Print an error on a single line; escape unprintable characters, since parts can come from files."""
+    """Print an error on a single line; escape unprintable characters, which files can contain."""
     print(files.printable(f"{program}: {error}"), file=sys.stderr)
 
 

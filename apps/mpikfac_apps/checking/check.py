@@ -238,8 +238,8 @@ def plans(subject: Subject, ranks: int) -> list[str]:
         rows.append((name, str(plan.grid.workers), *map(mib, (min(memory), max(memory), *sent))))
     return [
         f"Plans for {number(ranks, 'rank')}, in MiB of float32. Kept: what a rank stores for",
-        "  K-FAC. Sent: the maximum that a rank sends in a plain step, in a step with new factors, or",
-        "  in a step with new factors and bases",
+        "  K-FAC. Sent: the maximum that a rank sends in a plain step, in a step with new",
+        "  factors, or in a step with new factors and bases",
         *table(rows),
     ]
 

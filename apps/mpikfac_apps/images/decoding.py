@@ -66,7 +66,7 @@ def _packed(path: str) -> io.BufferedReader:
 
 
 def opened(encoded: bytes) -> Image.Image:
-    """Return an image of any of `FORMATS`, whatever the file's name; only the header is decoded.
+    """Return an image in any of `FORMATS`, regardless of the file's name; decode only the header.
 
     Raises:
         ValueError: the bytes are not an image, or its pixels have more than 8 bits.

@@ -1,7 +1,7 @@
 """Decode images for a rank, in a separate process: worker.py CONNECTION MEMORY SHAPE...
 
 The process loads neither MPI nor torch. It ends when the rank closes the connection, even if the
-rank was killed. It ignores signals, which are for the rank.
+rank was killed. It ignores signals, which are meant for the rank.
 """
 
 from __future__ import annotations

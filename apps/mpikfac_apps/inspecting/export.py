@@ -1,4 +1,4 @@
-"""Export weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
+"""Export a checkpoint's weights and factors for programs without mpikfac. Runs without MPI.
 
     mpikfac export runs/a --weights model.pt --factors factors.npz
 

@@ -196,7 +196,7 @@ class Help(argparse.HelpFormatter):
 
 
 def _check_digits(arguments: Iterable[str]) -> None:
-    """Raise an error for more digits than a float and a path's name can have."""
+    """Raise an error for a number with more digits than a float or a file name can have."""
     for argument in arguments:
         if re.search(r"\d{300}", argument):
             short = reprlib.repr(argument)

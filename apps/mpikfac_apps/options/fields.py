@@ -204,8 +204,8 @@ def inline(group: Callable[[], Any], without: Collection[str] = (), **names: str
 def section(heading: str, field: Any) -> Any:
     """Return a field that begins a section of help, with a heading.
 
-    For a field with a plain value, the section includes all following plain values; for a dataclass
-    only its own options.
+    For a field with a plain value, the section includes all following plain values; for a
+    dataclass, only its own options.
     """
     metadata = {**field.metadata, "section": heading}
     field.metadata = types.MappingProxyType(metadata)

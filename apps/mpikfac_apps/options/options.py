@@ -167,7 +167,7 @@ class StrategyOptions:
             by seconds on `machine`, or by bytes if there is no machine.
         tp_size: the number of ranks in a group that divides layers; null for all ranks, or with
             split_layers=auto for the cheapest number.
-        assignment: which ranks decompose factors, precondition gradients and step weights.
+        assignment: which ranks decompose factors, precondition gradients and update weights.
         sync: what ranks exchange to train one model, and when.
         compression: how values are encoded in messages.
         refresh: when factors are decomposed, and by which ranks.
@@ -258,7 +258,7 @@ class KfacOptions:
         inv_update_steps: the number of steps between two decompositions of the factors. null: the
             strategy's number, for most strategies 50, but fewer in the first 160 steps.
         preconditioner: the preconditioner of gradients; K-FAC is one of several that share a plan.
-            A preconditioner has its own defaults of damping, grafting, momentum and
+            A preconditioner has its own defaults for damping, grafting, momentum and
             factor_update_steps, which apply unless you set these options. "inverse": damped
             inverses; "eigen": eigenbases; "ekfac": eigenbases with eigenvalues from the gradients
             of single images; "eva": mean vectors in place of factors, as in Eva; "shampoo",
@@ -269,12 +269,12 @@ class KfacOptions:
         momentum_of: where `momentum` is applied. "gradients": Nesterov momentum of the averaged
             gradients, before K-FAC preconditions them; needs grafting by Adam. "directions":
             momentum of the directions, which the optimizer applies; use smaller learning rates.
-            null: "gradients" with such grafting and without a clip or nesterov, else "directions".
+            null: "gradients" with such grafting and no clip or nesterov, otherwise "directions".
         budget: the maximum average number of operations of statistics and decompositions, as a
             fraction of those of the forward and backward passes; the limit is 1 in the first 160
             steps. To meet it, intervals are lengthened, and factors are cut into blocks with at
-            most half as many rows as a batch has vectors, or 128. There is no limit with null, nor
-            if you set an interval.
+                most half as many rows as a batch has vectors, or 128. There is no limit if it is null,
+                or if you set an interval.
         damping_adapt: the number of steps between two adaptations of the damping to how well the
             quadratic model predicts the loss; each adaptation costs a forward pass. null: the
             damping is not adapted.
@@ -282,7 +282,7 @@ class KfacOptions:
         clip: a bound on the directions of all layers together.
         matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands, on tensor cores: "tf32" to 10 bits of mantissa, "bfloat16" to 7
-            bits. null: tf32 on an NVIDIA GPU without staleness, else float32.
+            bits. null: tf32 on an NVIDIA GPU without staleness, otherwise float32.
         cuda_graph: record the computation of directions as a CUDA graph, and replay it with a
             single call.
     """
@@ -342,7 +342,7 @@ class LearningOptions:
         data: the data set.
         kfac: the settings of K-FAC.
         batch: the number of images per step, on all ranks together; a multiple of the number of
-            ranks. Schedules of other options follow the epochs, whatever the batch. null: 256, or
+            ranks. Schedules of other options follow the epochs, regardless of the batch. null: 256, or
             the next lower multiple of the number of ranks, unless batch_per_rank is set.
         batch_per_rank: the number of images per step on each rank. A run that resumes on another
             number of ranks keeps the total batch.
@@ -358,7 +358,7 @@ class LearningOptions:
             null for none. Ranks with replicas of the weights average them before a test.
         keep_best: save the weights with the best test result so far to RUN_DIR/best.pt.
         patience: the number of consecutive tests without improvement after which the run ends;
-            null: the run takes all epochs.
+            null: the run completes all epochs.
         lr: the learning rate. null: 0.0075 for K-FAC with a kfac.grafting by Adam, or 0.003
             with kfac.momentum_of=directions; 0.003 for Muon and SOAP; 0.001 for AdamW; 0.03 for
             LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with kfac.grafting=none or sgd.

@@ -98,7 +98,7 @@ class Words(OptionSource):
 
 
 class Document(OptionSource):
-    """A text of YAML.
+    """YAML text.
 
     Args:
         path: the file that holds the text; "" for no file.
@@ -253,7 +253,7 @@ def given(sources: Sequence[OptionSource]) -> dict[str, Any]:
 
 
 def keys_of(sources: Sequence[OptionSource]) -> set[str]:
-    """Return the keys that sources set, also to null."""
+    """Return the keys that sources set, including those set to null."""
     return {key for source in sources for key in source.values}
 
 

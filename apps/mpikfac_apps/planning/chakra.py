@@ -29,7 +29,7 @@ COLLECTIVES = {
     "Reduce_scatter": 7,
 }
 """The numbers of enum CollectiveCommType."""
-FIELDS = {bool: 27, int: 9, str: 30}  # of the value of an AttributeProto: bool, int64, string
+FIELDS = {bool: 27, int: 9, str: 30}  # field numbers of an AttributeProto's value
 Groups = dict[tuple[int, ...], int]
 """The number of each communicator except the world, by its ranks."""
 
@@ -177,7 +177,7 @@ def attribute(name: str, value: bool | int | str) -> bytes:
 
 
 def field(number: int, value: int | str | bytes) -> bytes:
-    """Return a field: a whole number of at least 0, or a text or message preceded by its length."""
+    """Return a field: a non-negative integer, or a text or message preceded by its length."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     content = value.encode() if isinstance(value, str) else value
@@ -190,6 +190,6 @@ def behind_length(content: bytes) -> bytes:
 
 
 def varint(value: int) -> bytes:
-    """Return a whole number of at least 0 in 7 bits per byte, the lowest first."""
+    """Return a non-negative integer in 7 bits per byte, the lowest bits first."""
     digits = [value >> shift & 0x7F for shift in range(0, max(1, value.bit_length()), 7)]
     return bytes([*(digit | 0x80 for digit in digits[:-1]), digits[-1]])

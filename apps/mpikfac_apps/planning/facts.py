@@ -69,7 +69,7 @@ def at_ranks(strategy: mpikfac.Strategy, ranks: int) -> mpikfac.Strategy:
 def strategy_of(
     name: str, ranks: int, preconditioner: Preconditioner | None
 ) -> tuple[mpikfac.Strategy, Preconditioner]:
-    """Return a named strategy, and its preconditioner or else `preconditioner`.
+    """Return a named strategy, and its preconditioner, or otherwise `preconditioner`.
 
     "sgd" has no K-FAC.
 

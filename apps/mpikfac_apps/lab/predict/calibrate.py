@@ -171,7 +171,7 @@ def message_samples(
     hosts_of = {c: {host for host, of in zip(hosts, colors) if of == c} for c in colors}
     nodes = max(map(len, hosts_of.values()))
     if distance > 1 and nodes == 1:
-        return []  # as fast as neighbours
+        return []  # as fast as between neighbours
     sharing = max(sum(host in group_hosts for group_hosts in hosts_of.values()) for host in hosts)
     group = cast(mpikfac.comm.Comm, comm.Split(colors[comm.rank], comm.rank))
     grid = mpikfac.comm.Grid(group, 1, mpikfac.Trace())

@@ -1,4 +1,4 @@
-"""Predict the steps of strategies by name: a row for each strategy and number of ranks. No MPI."""
+"""Predict the steps of named strategies, one row per strategy and number of ranks, without MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search for the Pareto-optimal choices of a strategy. No MPI.
+"""Search for the Pareto-optimal choices of a strategy. Runs without MPI.
 
     mpikfac simulate --search true --model resnet50 --ranks 1024 --machine a100-hdr
 
@@ -130,7 +130,7 @@ def changed(options: Options, change: Mapping[str, Any]) -> Options:
 
 
 def alike(name: str) -> bool:
-    """Return whether a strategy has the results of one process with the joined batch."""
+    """Return whether a strategy computes the results of one process with the joint batch."""
     way = mpikfac.plan.NAMED.get(name)
     return way is not None and way.same and way.strategy.refresh == mpikfac.Refresh()
 

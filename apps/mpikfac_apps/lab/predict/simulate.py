@@ -1,4 +1,4 @@
-"""Predict step times of strategies on a machine, for any number of ranks. No MPI.
+"""Predict step times of strategies on any number of ranks of a machine. Runs without MPI.
 
     mpikfac simulate --model resnet50 --ranks 16,256,4096 --machine v100-edr --inv_update_steps 100
 

@@ -1,4 +1,4 @@
-"""Published numbers of ResNet-50 beside predictions. No MPI."""
+"""Compare published values for ResNet-50 with predictions, without MPI."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KFAC_EPOCHS = {
     (64, 50): 7 * 60 + 17,
 }
 """Seconds of an epoch of "KFAC (10)" by number of GPUs and by the epochs of the run."""
-SLOW_RUN = "published epochs of the two runs on 64 GPUs differ by a factor of 1.5, without a reason"
+SLOW_RUN = "the published epochs of two runs on 64 GPUs differ by a factor of 1.5 for no given reason"
 OLD_SGD = "SGD's published step included reading images, with the software of 2020"
 MANY_MESSAGES = "published with more than a hundred messages of gradients"
 ACKNOWLEDGMENTS = "simulated acknowledgments take bandwidth from the opposite direction"

@@ -78,7 +78,7 @@ _ENTRIES = (
     ),
     Entry(
         name="exchange-rules",
-        about="steps of exchanges beside the rules of their papers",
+        about="steps of exchanges, compared with the rules in their papers",
         paper="methods of Lin et al. 2020, Douillard et al. 2023 and 2025, Parle, LSGD, DASO",
         source="the rules in numpy, mpikfac_apps/lab/reproduce/rules.py",
         found="measured",

@@ -27,7 +27,7 @@ from mpikfac_apps.options.fields import bounded, positional, read_by
 from mpikfac_apps.text import as_csv, latex, listed, show, table
 
 UNITS = ("steps", "epochs", "seconds")
-"""The units in which training until a test is measured."""
+"""The units in which the training before a test is measured."""
 Variants = Mapping[str, Sequence[Curve]]
 """The runs of each variant by its name: one run per seed."""
 
@@ -54,7 +54,7 @@ class CompareOptions:
         figure: a file to draw the curves into, .pdf, .png or .svg; null for none.
         png: another name for `figure`.
         table: a file for the values: .csv with one line per run, or .tex with a LaTeX table, which
-            has means if a variant has several seeds; null for none.
+            contains means if a variant has several seeds; null for none.
     """
 
     runs: list[Path] = positional()

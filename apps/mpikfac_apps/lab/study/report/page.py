@@ -136,7 +136,7 @@ def _variants(
         options, variant = cell.cell.options, cell.cell.variant
         names = {"adamw": "AdamW", "muon": "Muon"}
         steps = names.get(options.optimizer, options.optimizer.upper())
-        what = f"Gradients are averaged, and {steps} steps: no K-FAC"
+        what = f"Gradients are averaged, and {steps} takes the step, without K-FAC"
         if options.optimizer == "kfac":
             named = mpikfac.plan.NAMED.get(options.distribution.strategy)
             what = f"{named.what} [{named.source}]" if named else "The machine's fastest strategy"
@@ -185,7 +185,7 @@ def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
     states = [cell.state for cell in cells]
     yield "cells", ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
     jobs = {cell.run: cell.result.seconds for cell in cells if cell.result}  # cells can share a run
-    yield "total time of each job's last start", f"{sum(jobs.values()) / 60:.1f} min"
+    yield "total time of the jobs' last starts", f"{sum(jobs.values()) / 60:.1f} min"
     if environments:
         begun = sorted(about["started"] for about in environments)
         yield "runs started", begun[0] if len(begun) == 1 else f"{begun[0]} to {begun[-1]}"
@@ -287,7 +287,7 @@ def _of_pace(cells: Sequence[Measured], predictions: Mapping[str, float]) -> tup
             "More ranks",
             pictures.scaling(cells),
             f"Left: images per second of all ranks together ({kind}). Right: images per second "
-            "per rank, relative to those on the fewest ranks.",
+            "per rank, relative to the smallest number of ranks.",
             "no variant was measured on two numbers of ranks",
         ),
         Picture(
