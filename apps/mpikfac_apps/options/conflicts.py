@@ -191,7 +191,7 @@ def check_pillow(what: str) -> None:
 
 
 def _check_images(options: Options) -> None:
-    """Check that the network can use the data, and that the data contain what the network learns."""
+    """Check that the network can use the data, and that the data have the labels to learn."""
     model, size = network(options.model), pixels(options.data)
     learns, holds = model.task.learns, source(options.data.name).holds
     if learns not in holds:
@@ -245,7 +245,7 @@ def check_size(options: Options, size: tuple[int, ...]) -> None:
 
 
 def pixels(data: DataOptions) -> int | None:
-    """Return the side length in pixels, or the tokens of a window; None if the data determine it."""
+    """Return the side length in pixels or the tokens of a window; None if the data determine it."""
     return data.size or source(data.name).size
 
 

@@ -273,8 +273,8 @@ class KfacOptions:
         budget: the maximum average number of operations of statistics and decompositions, as a
             fraction of those of the forward and backward passes; the limit is 1 in the first 160
             steps. To meet it, intervals are lengthened, and factors are cut into blocks with at
-                most half as many rows as a batch has vectors, or 128. There is no limit if it is null,
-                or if you set an interval.
+                most half as many rows as a batch has vectors, or 128. With null, or if you set an
+                interval, there is no limit.
         damping_adapt: the number of steps between two adaptations of the damping to how well the
             quadratic model predicts the loss; each adaptation costs a forward pass. null: the
             damping is not adapted.
@@ -342,8 +342,8 @@ class LearningOptions:
         data: the data set.
         kfac: the settings of K-FAC.
         batch: the number of images per step, on all ranks together; a multiple of the number of
-            ranks. Schedules of other options follow the epochs, regardless of the batch. null: 256, or
-            the next lower multiple of the number of ranks, unless batch_per_rank is set.
+                ranks. Schedules of other options follow the epochs, regardless of the batch. null:
+                256, or the next lower multiple of the number of ranks, unless batch_per_rank is set.
         batch_per_rank: the number of images per step on each rank. A run that resumes on another
             number of ranks keeps the total batch.
         accumulate: the number of passes in which a rank processes its part of a step's images, one

@@ -20,7 +20,7 @@ OF_ONE_NETWORK = (
     *("frozen_epochs", "shrink", "trace_steps", "mixup", "cutmix", "damping_adapt", "scale_lr"),
     *("split_layers", "tp_size", "groups", "burn_in", "swap_every", "distill_weight"),
 )
-"""Fields of the training's options that a population does not have."""
+"""Fields of the training options that a population does not support."""
 
 
 @dataclass(frozen=True)

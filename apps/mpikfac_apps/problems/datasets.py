@@ -1,7 +1,7 @@
-"""Return data sets by name: as whole tensors of bytes, or as lists of images that stay in files.
+"""Return data sets by name: as whole tensors of bytes, or as lists of images in files.
 
 `digits` comes with the program, `curves` and `synthetic` are generated, `text` is read from text
-files, `volume` from files of a brain, and `cifar10`, `cifar100` and `patches` from either of the
+files, `volume` from a brain scan, and `cifar10`, `cifar100` and `patches` from either of the
 two official layouts. The readers never execute anything in a file. `folder` and `packed` are lists.
 FILE.py:FUNCTION is a user's function.
 """
@@ -151,7 +151,7 @@ def load(
         path: cifar10, cifar100, patches: the directory of the files, or its parent; folder: the
             folder; packed: the file; text: a file, or a directory of text files; volume: the folder
             of two files.
-        train_images: the number of training images to use, from the start; of lists, evenly spaced;
+        train_images: the number of training images to use, from the start; in lists, evenly spaced;
             curves, synthetic: the number to generate.
         test_images: the number of test images to use, chosen like training images.
         size: patches, synthetic, folder, packed: side length in pixels; text: bytes of a window;
@@ -159,7 +159,7 @@ def load(
         classes: synthetic: the number of classes.
 
     Raises:
-        ValueError: a file or an argument is wrong; the message has the wrong value and a remedy.
+        ValueError: a file or an argument is wrong; the message states the wrong value and a remedy.
         OSError: a file cannot be read.
     """
     entry, arguments = source(name), {"path": path, "size": size, "classes": classes}
@@ -416,7 +416,7 @@ class Source:
         holds: what a network can learn from the data.
         takes: options of the group `data` that other data sets do not have.
         needs: an option that must be set, and its meaning.
-        files: whether images stay in files, and are read during the training.
+        files: whether images are read from files during the training.
     """
 
     load: Callable[..., Dataset | Listing]

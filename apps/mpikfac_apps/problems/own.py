@@ -217,7 +217,7 @@ def torchvision_of(version: str) -> str:
 
 
 def drawn(shape: tuple[int, ...], tokens: int | None, generator: torch.Generator) -> Tensor:
-    """Return random inputs of a model: whole numbers below `tokens`, or numbers in float64."""
+    """Return random inputs of a model: integers below `tokens`, or float64 values if it is None."""
     if tokens is not None:
         return torch.randint(tokens, shape, generator=generator)
     return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -42,7 +42,7 @@ class Clicks:
 
 
 def read(name: str | None, buckets: int) -> Clicks:
-    """Return the clicks in a file: MovieLens with the suffix .inter, else Criteo's format.
+    """Return the clicks in a file: MovieLens with the suffix .inter, otherwise Criteo's format.
 
     Args:
         name: a path; None for MovieLens-100k in the package recbole.

@@ -4,7 +4,7 @@
     mpirun -n 2 mpikfac train-recommendation --run_dir runs/movies
     mpirun -n 2 mpikfac train-recommendation --optimizer adamw --data day.tsv
 
-The tables are not part of the trainer: Adagrad steps each table on the rank that owns it.
+The tables are not part of the trainer: Adagrad updates each table on the rank that owns it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RecommendationOptions(ProgramOptions):
 
         Args:
             trained: the number of clicks for training.
-            clicks: the number of all clicks.
+            clicks: the total number of clicks.
 
         Raises:
             ValueError: a rank has no clicks in a step, an epoch has no steps, or the test has no
@@ -193,9 +193,9 @@ def shuffled(count: int, seed: int, epoch: int) -> Tensor:
 
 
 def standardised(numbers: Tensor, trained: int) -> Tensor:
-    """Return numbers with mean 0 and variance 1 over the training clicks.
+    """Return the features, scaled to mean 0 and variance 1 over the training clicks.
 
-    A feature that is constant there is only shifted.
+    A feature that is constant over these clicks is only shifted.
     """
     known = numbers[:trained]
     spread = known.std(0)

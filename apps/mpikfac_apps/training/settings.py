@@ -187,7 +187,7 @@ def of_checkpoint(path: Path) -> RunSettings | None:
 
 
 def of_saved(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
-    """Return the settings of a run, from its checkpoint or else from its config.yaml."""
+    """Return the settings of a run from its checkpoint or, failing that, from its config.yaml."""
     if "settings" in saved:
         of_run = dict(saved["settings"])
         return RunSettings(_given(of_run, saved["open"]), of_run)

@@ -34,7 +34,7 @@ KFAC_EPOCHS = {
     (64, 50): 7 * 60 + 17,
 }
 """Seconds of an epoch of "KFAC (10)" by number of GPUs and by the epochs of the run."""
-SLOW_RUN = "the published epochs of two runs on 64 GPUs differ by a factor of 1.5 for no given reason"
+SLOW_RUN = "the published epochs of two runs on 64 GPUs differ by a factor of 1.5, with no reason"
 OLD_SGD = "SGD's published step included reading images, with the software of 2020"
 MANY_MESSAGES = "published with more than a hundred messages of gradients"
 ACKNOWLEDGMENTS = "simulated acknowledgments take bandwidth from the opposite direction"

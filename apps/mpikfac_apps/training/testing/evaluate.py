@@ -97,7 +97,7 @@ def tested(
 
 
 def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Options:
-    """Return the options of a checkpoint's run, with a batch that fits the number of ranks.
+    """Return the options of a checkpoint's run, with a batch that is a multiple of `ranks`.
 
     Raises:
         ValueError: the checkpoint has no settings, or its run would execute a Python file and
