@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check(comm: mpikfac.comm.Comm, options: CheckOptions) -> int:
-    """Print all sections on rank 0; return 1 if a result is wrong, else 0.
+    """Print all sections on rank 0; return 1 if a result is wrong, otherwise 0.
 
     Collective over: comm.
 

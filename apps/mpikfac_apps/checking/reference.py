@@ -135,7 +135,7 @@ def gradients(layer: mpikfac.Layer, call: Call) -> Tensor:
 
 
 def gradients_alone(layer: mpikfac.Layer, call: Call) -> Tensor:
-    """Return each example's gradient by autograd, from separate passes through the module."""
+    """Return each example's gradient, computed by autograd in a separate pass."""
     probe, per_example = copy.deepcopy(layer), []
     for x, g in zip(call.x.split(1), call.g.split(1)):
         parts = torch.autograd.grad(probe.module(x), probe.parameters, g)

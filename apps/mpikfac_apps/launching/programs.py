@@ -39,7 +39,7 @@ PROGRAMS = {
     "evaluate": Program(
         "training.testing.evaluate",
         "training.testing.options:EVALUATE",
-        "test the network of a run's checkpoint",
+        "evaluate the network in a run's checkpoint",
         ranks=True,
     ),
     "strategies": Program(

@@ -84,7 +84,7 @@ class CommandLine(Generic[Group]):
             kept: options by key, as in a YAML file; needs `files`.
 
         Raises:
-            ValueError: an option is wrong; the message is a line with key, value and allowed
+            ValueError: an option is invalid; the message is a line with key, value and allowed
                 values.
             SystemExit: code 0, after help.
         """

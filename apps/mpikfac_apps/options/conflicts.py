@@ -24,7 +24,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
     """Check for values that are valid alone but not together, in a job where `ranks` ranks train.
 
     Raises:
-        ValueError: two values cannot be combined; the message has the options and a remedy.
+        ValueError: two values cannot be combined; the message states the options and a remedy.
     """
     check_data(options.data)
     _check_images(options)

@@ -82,7 +82,7 @@ class DataOptions:
             number to generate; for a text, the number of windows. null for all images or windows,
             20,000 curves or 1024 synthetic images.
         test_images: the number of test images to use, chosen like training images; null for all
-            images. Fewer images make tests of the network faster but less precise.
+            images. Fewer images make evaluations faster but less precise.
         augment: shift and mirror training images at random; gaps are filled with black pixels. For
             images in files, a random crop is rescaled, and mirrored at random.
         shift: the maximum number of pixels by which augment shifts an image in each direction; null
@@ -343,7 +343,7 @@ class LearningOptions:
         kfac: the settings of K-FAC.
         batch: the number of images per step, on all ranks together; a multiple of the number of
                 ranks. Schedules of other options follow the epochs, regardless of the batch. null:
-                256, or the next lower multiple of the number of ranks, unless batch_per_rank is set.
+                256, or the next lower multiple of the number of ranks, if batch_per_rank is null.
         batch_per_rank: the number of images per step on each rank. A run that resumes on another
             number of ranks keeps the total batch.
         accumulate: the number of passes in which a rank processes its part of a step's images, one
@@ -352,13 +352,13 @@ class LearningOptions:
         autocast: the dtype of torch.autocast, to which operands of products in the network's passes
             are rounded; null for none. Weights, gradients and K-FAC stay in float32.
         epochs: the number of passes over the training images, and the length of the schedule.
-        eval_every: the number of epochs from one test of the network to the next; the last epoch
-            of a run always ends with a test.
-        eval_steps: the number of steps from one additional test to the next, also within epochs;
-            null for none. Ranks with replicas of the weights average them before a test.
-        keep_best: save the weights with the best test result so far to RUN_DIR/best.pt.
-        patience: the number of consecutive tests without improvement after which the run ends;
-            null: the run completes all epochs.
+        eval_every: the number of epochs from one evaluation on the test images to the next; a run
+            always ends with an evaluation after its last epoch.
+        eval_steps: the number of steps from one additional evaluation to the next, also within
+            epochs; null for none. Ranks with replicas of the weights average them beforehand.
+        keep_best: save the weights with the best test result so far in RUN_DIR/best.pt.
+        patience: the number of consecutive evaluations without improvement after which the run
+            ends; null: the run completes all epochs.
         lr: the learning rate. null: 0.0075 for K-FAC with a kfac.grafting by Adam, or 0.003
             with kfac.momentum_of=directions; 0.003 for Muon and SOAP; 0.001 for AdamW; 0.03 for
             LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with kfac.grafting=none or sgd.
@@ -378,9 +378,9 @@ class LearningOptions:
         weight_decay: the weight decay: an L2 penalty of SGD, K-FAC and LARS, or decoupled from the
             gradient in AdamW, Muon, SOAP and LAMB.
         label_smoothing: the fraction of an image's label that is distributed equally over all
-            classes in the training loss; tests use the plain labels.
+            classes in the training loss; evaluations use the plain labels.
         ema_decay: the decay of an exponential average of the weights over steps, such as 0.99,
-            which tests of the network use; in the first steps, it is the plain mean. 0: tests use
+            which evaluations use; in the first steps, it is the plain mean. 0: evaluations use
             the weights themselves.
         distribution: the strategy.
         weights: a file of initial weights, .pt or .safetensors: a state_dict, or a file written by

@@ -30,7 +30,7 @@ def parse(argv: Sequence[str] | None, ranks: int, kept: Mapping[str, Any] | None
         kept: options by key, as in a YAML file.
 
     Raises:
-        ValueError: an option is wrong; the message is one line with key, value and allowed values.
+        ValueError: an option is invalid; the one-line message states key, value and allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """
     return checked(TRAIN.read(argv, kept), ranks)

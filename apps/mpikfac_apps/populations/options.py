@@ -93,7 +93,7 @@ def parse(argv: Sequence[str] | None, ranks: int) -> PopulationOptions:
     """Return the checked options of a command line, for a job of `ranks` ranks.
 
     Raises:
-        ValueError: an option is wrong; the message is one line with the key, the value and the
+        ValueError: an option is invalid; the message is one line with the key, the value and the
             allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """

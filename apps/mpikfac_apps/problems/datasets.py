@@ -176,7 +176,7 @@ def _check_count(key: str, count: int | None, images: int, name: str) -> None:
 
 
 def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
-    """Return 1,797 handwritten digits, 8x8 pixels; every fifth of a class (360) is for the test.
+    """Return 1,797 handwritten digits of 8x8 pixels; a fifth of each class (360) is for the test.
 
     `load` uses the first `images`.
     """
@@ -189,7 +189,7 @@ def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loader
 
 
 def smooth_curves(images: int | None = None) -> Dataset:
-    """Return images of smooth curves, 28x28 pixels; 5,000 images are for the test."""
+    """Return images of smooth curves, 28x28 pixels; 5,000 of them are for the test."""
     return unlabelled(curves.drawn(images or 20_000, seed=0), curves.drawn(5_000, seed=1))
 
 
@@ -200,7 +200,7 @@ def unlabelled(train: Tensor, test: Tensor) -> Dataset:
 
 
 def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> Dataset:
-    """Return noise around a 4x4 pattern per class, for experiments; one in five is for the test."""
+    """Return noise around a 4x4 pattern per class, for experiments; a fifth of it is for the test."""
     images, channels = images or 1024, 3
     generator = torch.Generator().manual_seed(0)
     total = images + max(1, images // 4)

@@ -65,7 +65,7 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     as well.
 
     Raises:
-        ValueError: an option is wrong; the message is one line with key, value and allowed values.
+        ValueError: an option is invalid; the one-line message states key, value and allowed values.
         SystemExit: with code 0, after --help, --help_all or --print_config.
     """
     named = TRAIN.read(argv)

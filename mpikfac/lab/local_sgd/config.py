@@ -28,7 +28,7 @@ OF_NODES = Combination(
     "sync.replicas",
     ("node",),
     {"transport.ranks_per_node": AtLeast(1), "sync.aggregation": "mean"},
-    "the ranks of a node step one replica with the mean of their gradients",
+    "the ranks of a node train one replica with the mean of their gradients",
 )
 
 
@@ -136,7 +136,7 @@ class Replicas(Synchronization):
         return Copies(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`."""
+        """Return the method's values on the axes of `mpikfac.plan.axes`."""
         later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
         nodes = {"architecture": "nodes"} if self.replicas == "node" else {}
         return {"synchronisation": f"weights every {self.sync_every} steps{later}", **nodes}
@@ -267,7 +267,7 @@ class DiLoCo(LocalSGD):
         return Streamed(site, gradients) if self.streams else OuterStep(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`."""
+        """Return the method's values on the axes of `mpikfac.plan.axes`."""
         later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
         outer = " by an outer step" if self.outer_momentum else ""
         if self.fragments > 1:
@@ -339,6 +339,6 @@ class DASO(Replicas):
         return Streamed(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`."""
+        """Return the method's values on the axes of `mpikfac.plan.axes`."""
         beside = {"overlap": "steps after an exchange"} if self.delay else {}
         return {**super().described(), **beside}

@@ -91,5 +91,5 @@ class LSGD(Replicas):
         return Leader(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`."""
+        """Return the method's values on the axes of `mpikfac.plan.axes`."""
         return {**super().described(), "combination": "towards the copy with the lowest loss"}

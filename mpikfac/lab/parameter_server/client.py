@@ -79,8 +79,8 @@ class AsyncSGD(Trainer):
         team: the result of `split_comm`.
         strategy: contains a `ParameterServer` as `sync`, and what a client's ranks exchange.
 
-    Collective over: the team's intercommunicator. All ranks get the model of the first rank of the
-    first client.
+    Collective over: the team's intercommunicator. All ranks get the model of the first client's
+    first rank.
 
     Raises:
         ValueError: choices or ranks are incompatible.

@@ -61,7 +61,7 @@ class ParameterServer(Synchronization):
         check_divides("sync.ranks_per_client", self.ranks_per_client, ranks)
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`."""
+        """Return the method's values on the axes of `mpikfac.plan.axes`."""
         batches = "a batch" if self.push_interval == 1 else f"{self.push_interval} batches"
         size = self.ranks_per_client
         clients = f", clients of {size} ranks" if size > 1 else ""

@@ -19,12 +19,12 @@ class Parle(Replicas):
 
     Attributes:
         replicas: who trains a replica; see `LocalSGD`.
-        gamma: the weight of the difference from the weights after the last exchange, which a step
-            adds to the gradient.
-        rho: the weight of the difference from the mean in the step at an exchange, which also
+        gamma: the coefficient of the difference from the weights after the last exchange, which
+            each step adds to the gradient.
+        rho: the coefficient of the difference from the mean in the step at an exchange, which also
             contains the difference from the replica's own average.
-        growth: the relative growth of both weights per exchange; in the paper, it is 1 / (2 B) for
-            B batches per epoch.
+        growth: the relative growth of both coefficients per exchange; in the paper, it is
+            1 / (2 B) for B batches per epoch.
         max_gamma, max_rho: the values up to which `gamma` and `rho` can grow.
         alpha: the weight of earlier steps in the running average of a replica's steps.
         outer_lr: the learning rate of the step at an exchange.
@@ -80,5 +80,5 @@ class Parle(Replicas):
         return Elastic(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`."""
+        """Return the method's values on the axes of `mpikfac.plan.axes`."""
         return {**super().described(), "combination": "towards the mean of averages of steps"}

@@ -69,7 +69,7 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
     """Return the checked options.
 
     Raises:
-        ValueError: an option is wrong, or the job has a single rank.
+        ValueError: an option is invalid, or the job has a single rank.
     """
     options = CALIBRATE.read(argv)
     if options.out.is_dir():

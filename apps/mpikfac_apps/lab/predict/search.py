@@ -222,7 +222,7 @@ def heading(options: PredictionOptions, machine: mpikfac.predict.Machine) -> lis
         job_in_words(options),
         *machine_in_words(machine),
         "The choices that no other choice with the same intervals and compression beats:",
-        "  ms of a mean step, MiB sent by a rank in a mean step, and MiB kept by the fullest rank;",
+        "  ms of a mean step, MiB sent by a rank in a mean step, and maximum MiB kept by a rank;",
         f"  values that differ by less than {STEP - 1:.0%} can count as equal",
         "* its results differ from those requested; predictions do not show how well it trains",
     ]
@@ -271,6 +271,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         panel.set(title=number(count, "rank"), xlabel="MiB sent by a rank", ylabel="ms per step")
         panel.grid(alpha=0.3)
     keys = [Patch(color=f"C{place}") for place in range(len(names))]
-    words = "hollow: results other than those requested; area: memory of the fullest rank"
+    words = "hollow: results other than those requested; area: maximum memory of a rank"
     figure.legend(keys, names, loc="outside lower center", ncols=5, title=words)
     write_picture(figure, path)

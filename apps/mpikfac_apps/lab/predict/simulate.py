@@ -63,7 +63,7 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
         "Milliseconds of a step: mean; plain: a step without new factors; factors: a step with",
         "  new factors; bases: a step with new factors and bases. Parts of the mean: comm, when a",
         "  rank does nothing but communicate, and wait, when it waits for slower ranks.",
-        "MiB kept by the fullest rank, without model, momenta and grafting; MiB sent by",
+        "Maximum MiB kept by a rank, without model, momenta and grafting; MiB sent by",
         "  a rank in a mean step",
         "sgd: overlaps its messages with the backward pass if that is faster",
         "* upper bounds, as if no core were free for background work and all factors had changed",

@@ -2,8 +2,8 @@
 
     mpikfac compare runs/a runs/b --target 0.97 --figure curves.svg --table table.tex
 
-Seconds include only training steps, not evaluation and checkpoints. Runs that differ only by the
-seed are the seeds of a variant.
+Seconds include only training steps, not evaluation and checkpoints. Runs that differ only in the
+seed are treated as one variant.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CompareOptions:
     """Compare finished or running runs: a table, and curves by epoch and by seconds.
 
     Args:
-        runs: the directories of the runs; runs that differ only by the seed are the seeds of a
+        runs: the directories of the runs; runs that differ only in the seed are treated as one
             variant.
         target: the test accuracy for which times are reported, in per cent (97) or as a fraction
             (0.97); for autoencoders, the test error; for language models, bits per byte. null for

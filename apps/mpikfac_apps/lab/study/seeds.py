@@ -1,4 +1,4 @@
-"""Group runs that differ only by the seed, and compute means with intervals or ranges."""
+"""Group runs that differ only in the seed, and compute means with intervals or ranges."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
 
 
 def by_seed(runs: Iterable[Path]) -> list[list[Path]]:
-    """Return runs in groups whose options differ only by the seed.
+    """Return runs in groups whose options differ only in the seed.
 
     A run without readable options forms its own group.
     """

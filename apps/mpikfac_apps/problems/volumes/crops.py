@@ -76,7 +76,7 @@ def read(path: str | None = None) -> Volume:
     """Return the volume of a folder with image.nii.gz and labels.nii.gz, or of MNI152.
 
     Raises:
-        ValueError: a package is missing, or a file is not a volume; the message has the remedy.
+        ValueError: a package is missing, or a file is not a volume; the message states the remedy.
     """
     if path is None:
         image, classes = template()

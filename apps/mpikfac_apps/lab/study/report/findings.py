@@ -150,8 +150,8 @@ def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
         )
         least, most = (f(kfac, key=lambda cell: cell.memory) for f in (min, max))
         yield (
-            f"{least.cell.variant} keeps the least in memory ({brief_mib(least.memory)} MiB on the "
-            f"fullest rank) and {most.cell.variant} keeps the most ({brief_mib(most.memory)} MiB)."
+            f"{least.cell.variant} keeps the least in memory (at most {brief_mib(least.memory)} "
+            f"MiB per rank) and {most.cell.variant} keeps the most ({brief_mib(most.memory)} MiB)."
         )
 
 
