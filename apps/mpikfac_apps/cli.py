@@ -1,4 +1,4 @@
-"""What all programs share: robust streams, error lines, options, and finding checkpoints."""
+"""Functions that all programs share, for streams, error messages, options and checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def mend_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -72,7 +72,7 @@ def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Optio
 
 
 def path_of(text: str, *kinds: str) -> Path:
-    """Return the path `text`.
+    """Return `text` as a path, after checking its suffix.
 
     Args:
         kinds: allowed suffixes, such as ".csv".

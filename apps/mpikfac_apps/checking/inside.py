@@ -22,7 +22,7 @@ MODULES = (nn.MultiheadAttention, nn.RNNCellBase)
 
 
 class Use(NamedTuple):
-    """A product: input `[batch, positions, inputs]`, output, and the output's columns to use."""
+    """A product: its input `[batch, positions, inputs]`, its output, and the columns to use."""
 
     x: Tensor
     y: Tensor
@@ -35,7 +35,7 @@ def is_inside(layer: mpikfac.Layer) -> bool:
 
 
 def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
-    """Return the weight that the layer, or each of its groups, multiplies by."""
+    """Return the weights by which the layer, or each of its groups, multiplies."""
     if layer.shape.groups == 1:
         return [layer.parameters[0]]
     module = layer.module

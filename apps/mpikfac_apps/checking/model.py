@@ -24,7 +24,7 @@ class Subject:
         coverage: covering classes by type of module; modules that the library rejects are skipped.
         refused: modules that the library cannot cover, with the library's message.
         inputs: the shape of an example.
-        tokens: examples consist of whole numbers below `tokens`; None if they are real numbers.
+        tokens: the vocabulary size if examples are tokens; None if they are real numbers.
         outputs: the shape of the model's output for an example: classes, and positions if any.
     """
 
@@ -48,13 +48,13 @@ class Subject:
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean cross entropy, with the same random draws, such as dropout's, every time."""
+    """Return the mean cross entropy; random draws such as dropout's are the same every time."""
     torch.manual_seed(0)
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def check_passes(subject: Subject, examples: int, ranks: int) -> None:
-    """Run the forward and backward passes of the comparisons; with several ranks, also in eval().
+    """Run the passes that the comparisons need; with several ranks, also in eval() mode.
 
     Raises:
         ValueError: the model's own code raises an error; the message is one line.

@@ -1,4 +1,4 @@
-"""Compute K-FAC by definition, from the modules' own outputs and with full Kronecker products.
+"""Compute K-FAC from its definition, with the modules' own outputs and full Kronecker products.
 
 The check compares a model's layers with the results of this module, in which nothing is optimised
 or distributed. From the library, it uses only the layer's map between its matrices and the elements
@@ -32,7 +32,7 @@ def calls(
 ) -> dict[str, list[list[Call]]]:
     """Return all uses of each layer in the pass of `loss`; gradients of parameters are kept.
 
-    A product inside a module has one list of uses per group, any other layer a single list.
+    A product inside a module has one list of uses per group; any other layer has a single list.
     """
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
 

@@ -56,7 +56,7 @@ def of_all(halo: Halo, exchange: Exchange) -> Aggregate:
 
 
 def in_time(halo: Halo) -> Exchange:
-    """Return the exchange of the rows of this step.
+    """Return an exchange of the current step's rows.
 
     Collective over: group, forward and backward.
     """

@@ -69,7 +69,7 @@ def package(name: str) -> Any:
     """Import a package.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: the package is not installed.
     """
     try:
         return importlib.import_module(name)

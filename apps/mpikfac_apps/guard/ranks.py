@@ -34,7 +34,7 @@ def watched(comm: mpikfac.comm.Comm) -> closing[Watchdog]:
 
 
 def run_on_ranks(parse: Callable[[int], Options], work: Work[Options]) -> int:
-    """Return the exit code of a program's work on all ranks; an error on any rank ends the job.
+    """Run a program's work on all ranks, and return its exit code; any rank's error ends the job.
 
     Collective over: world.
 
@@ -54,7 +54,7 @@ def run_on_ranks(parse: Callable[[int], Options], work: Work[Options]) -> int:
 
 
 def run_watched(parse: Callable[[int], Options], work: Work[Options]) -> int:
-    """Return the exit code of a program's work on all ranks; 0 if only help was requested.
+    """Run a program's work on all ranks, and return its exit code; 0 if only help was requested.
 
     Collective over: world.
 

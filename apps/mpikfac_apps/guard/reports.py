@@ -3,7 +3,7 @@
     RUN/hang/rank-2.txt     the position of rank 2, as a line of JSON, and the stacks of all threads
     RUN/hang/summary.txt    the printed line about all ranks
 
-In this module, no rank waits for another. The file system can be full, or not respond. A rank that
+In this module, no rank waits for another. The file system might be full or not respond. A rank that
 cannot write its file, or does not have a directory yet, prints its position and stacks to stderr.
 """
 

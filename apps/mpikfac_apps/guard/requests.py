@@ -53,7 +53,7 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
 
 
 def ignore_signals() -> None:
-    """Ignore the signals that request a stop from now on."""
+    """From now on, ignore the signals that request a stop."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -94,7 +94,7 @@ class Watchdog:
             self._set_deadline()
 
     def begin_write(self, step: int, unfinished: Callable[[], bool]) -> None:
-        """Begin to write a checkpoint in the background, on all ranks.
+        """Record that all ranks begin to write a checkpoint in the background.
 
         It has the same limit as a checkpoint for which the steps wait.
 

@@ -61,7 +61,7 @@ def content(place: ImagePlace) -> bytes:
 
 @lru_cache(maxsize=4)
 def _packed(path: str) -> io.BufferedReader:
-    """Open a file of many images, and keep it open."""
+    """Open a file that contains many images, and keep it open."""
     return files.reading(path, links=True)
 
 

@@ -22,7 +22,7 @@ from mpikfac_apps.images.listing import ImagePlace
 
 SET_DEATH_SIGNAL = 1  # an option of prctl
 DecodeJob = tuple[int, ImagePlace, tuple[int, ...] | None]
-"""The position of an image in a batch, the image, and the numbers of a random crop."""
+"""The position of an image in a batch, the image, and the numbers that determine a random crop."""
 Work = tuple[int, int, Sequence[DecodeJob]]
 """The number of a list of images, the slot for the pixels, and the list."""
 Fault = tuple[int, str]

@@ -12,7 +12,7 @@ from mpikfac_apps.options.fields import bounded, positional, read_by
 
 
 def weights_file(text: str) -> Path:
-    """Return the path `text` of a new file, after checking its kind."""
+    """Return `text` as the path of a new file, after checking its suffix."""
     path = new_file(text, ".pt", ".safetensors")
     check_package(path)
     return path
@@ -32,12 +32,12 @@ def check_package(path: Path) -> None:
 
 
 def factors_file(text: str) -> Path:
-    """Return the path `text` of a new file."""
+    """Return `text` as the path of a new file."""
     return new_file(text, ".npz")
 
 
 def new_file(text: str, *kinds: str) -> Path:
-    """Return the path `text` if the suffix is one of `kinds` and no such file exists."""
+    """Return `text` as a path if the suffix is one of `kinds` and no such file exists."""
     path = path_of(text, *kinds)
     if path.exists():
         raise ValueError(f"{path} exists; use another name or delete it")

@@ -152,7 +152,7 @@ def check_in_memory(problem: Problem) -> None:
     """Check that the images are in memory.
 
     Raises:
-        ValueError: they are in files.
+        ValueError: the images are in files.
     """
     if not isinstance(problem.batches, Batches):
         raise ValueError("the images of the run are in files; the program needs images in memory")
@@ -190,7 +190,7 @@ def announced(
 
 
 def announce(comm: mpikfac.comm.Comm, doing: str, number: int, size: int, images: int) -> None:
-    """Print on rank 0 how many images are done before batch `number` of `size` images."""
+    """Print on rank 0 how many images were processed before batch `number` of `size` images."""
     if comm.rank == 0 and number and number % LINES == 0:
         print(f"{doing}: {number * size:,} of {images:,} images of rank 0", flush=True)
 

@@ -1,4 +1,4 @@
-"""The options of a training run, in groups that programs that plan runs use as well."""
+"""The options of a training run, in groups that planning programs use as well."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ class StrategyOptions:
         split_layers: the layers whose channels are divided among groups of ranks: NAME=outputs or
             NAME=inputs for each layer, or only "auto" for the cheapest distribution of each layer,
             by seconds on `machine`, or by bytes if there is no machine.
-        tp_size: the number of ranks in a group that divides layers; null for all ranks, or with
-            split_layers=auto for the cheapest number.
+        tp_size: the number of ranks in a group that divides layers; null for all ranks or, with
+            split_layers=auto, for the cheapest number.
         assignment: which ranks decompose factors, precondition gradients and update weights.
         sync: what ranks exchange to train one model, and when.
         compression: how values are encoded in messages.
@@ -186,7 +186,7 @@ class StrategyOptions:
 
     @property
     def split(self) -> list[str]:
-        """The texts of `split_layers`."""
+        """The entries of `split_layers`."""
         return [self.split_layers] if isinstance(self.split_layers, str) else self.split_layers
 
     @property
@@ -215,7 +215,7 @@ JOINTS = tuple(vars(Strategy()))
 def preset(name: str) -> dict[str, Any]:
     """Return the options of a named strategy; none if there is no such strategy.
 
-    For "auto", the options of COMM-OPT.
+    For "auto", these are the options of COMM-OPT.
     """
     if (named := NAMED.get(COMM_OPT if name == AUTO else name)) is None:
         return {}
@@ -256,7 +256,7 @@ class KfacOptions:
         factor_update_steps: the number of steps between two updates of the factors. null: 10, but
             fewer in the first 160 steps; 1 with shampoo, kl-shampoo and soap.
         inv_update_steps: the number of steps between two decompositions of the factors. null: the
-            strategy's number, for most strategies 50, but fewer in the first 160 steps.
+            strategy's value, which is 50 for most strategies, but less in the first 160 steps.
         preconditioner: the preconditioner of gradients; K-FAC is one of several that share a plan.
             A preconditioner has its own defaults for damping, grafting, momentum and
             factor_update_steps, which apply unless you set these options. "inverse": damped

@@ -1,4 +1,4 @@
-"""Where the options of a program come from: sources in order; the last one wins.
+"""The sources of a program's options, in order; the last one wins.
 
 A value can determine which other options exist: the type of a joint, or the name of a preset. If a
 later source chooses another type, the options that earlier sources set for the former type are

@@ -254,7 +254,7 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
 
 @contextmanager
 def skippable(option: str = "kfac.skip") -> Iterator[None]:
-    """Name the option that skips modules in messages that name the argument of `KFAC`.
+    """Name the option that skips modules in messages that would name `KFAC`'s argument.
 
     Raises:
         ValueError: the library rejects modules.

@@ -1,4 +1,4 @@
-"""Write the steps of a plan as Chakra execution traces, which ASTRA-sim and others simulate.
+"""Write the steps of a plan as Chakra execution traces, which ASTRA-sim and others can simulate.
 
 A trace is a file for one rank: protobuf messages, each preceded by its length, first the metadata,
 then the nodes, according to schema/protobuf/et_def.proto of mlcommons/chakra. The encoding takes
@@ -44,7 +44,7 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
             contain only messages.
 
     Raises:
-        ValueError: a message has no counterpart in Chakra, or there are other kinds of steps.
+        ValueError: a message has no counterpart in Chakra, or the plan has other kinds of steps.
         OSError: a file cannot be written.
     """
     _check_kinds(plan)
@@ -65,7 +65,7 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
 
 
 def _check_kinds(plan: Plan) -> None:
-    """Check that `KINDS` are all kinds of steps.
+    """Check that the plan has no kinds of steps other than `KINDS`.
 
     Raises:
         ValueError: refreshes have slots, or ranks exchange something other than gradients.

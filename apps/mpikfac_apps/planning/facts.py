@@ -71,7 +71,7 @@ def strategy_of(
 ) -> tuple[mpikfac.Strategy, Preconditioner]:
     """Return a named strategy, and its preconditioner, or otherwise `preconditioner`.
 
-    "sgd" has no K-FAC.
+    "sgd" is training without K-FAC.
 
     Args:
         preconditioner: None for the preconditioner of the named strategy.

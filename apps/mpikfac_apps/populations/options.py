@@ -35,8 +35,8 @@ class Search:
             only lr without K-FAC.
         worst: the fraction of the members that a selection replaces; parents are drawn from equally
             many of the best members.
-        spread: the initial hyperparameters of a member are the options, multiplied or divided at
-            random by at most this factor. The first member uses the options unchanged.
+        spread: the maximum factor by which the options are multiplied or divided at random to
+            give a member's initial hyperparameters. The first member uses the options unchanged.
         explore: the factor by which each hyperparameter of a replaced member is multiplied or
             divided.
         held_out: the number of training images, the last ones, that are used to rank the members

@@ -200,7 +200,7 @@ def unlabelled(train: Tensor, test: Tensor) -> Dataset:
 
 
 def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> Dataset:
-    """Return noise around a 4x4 pattern per class, for experiments; a fifth of it is for the test."""
+    """Return noise around a 4x4 pattern per class, for experiments; a fifth is for the test."""
     images, channels = images or 1024, 3
     generator = torch.Generator().manual_seed(0)
     total = images + max(1, images // 4)

@@ -238,7 +238,7 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def named_probabilities(outputs: Tensor) -> str:
-    """Return the name of outputs `[batch, classes]` that a softmax made; "" for other outputs."""
+    """Return a name for outputs `[batch, classes]` that come from a softmax; "" for others."""
     for name, shares in (("probabilities", outputs), ("log-probabilities", outputs.exp())):
         sums = shares.float().sum(1)
         if bool((shares >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=0.01):

@@ -187,7 +187,7 @@ def finite(number: str) -> float:
     """Return a number from a file.
 
     Raises:
-        ValueError: it is not a number, or not finite.
+        ValueError: the text is not a finite number.
     """
     value = float(number)
     if not math.isfinite(value):

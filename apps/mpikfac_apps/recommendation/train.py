@@ -43,7 +43,7 @@ class RecommendationOptions(ProgramOptions):
         data: a file of clicks in chronological order: ratings in RecBole's format (.inter), or rows
             in Criteo's format. null for MovieLens-100k from the package recbole.
         buckets: with Criteo's format, the number of rows per table, to which categories are hashed.
-        tested: the fraction of the clicks, the last ones, that are used for the test.
+        tested: the fraction of the clicks, taken from the end, that is used for the test.
         width: the number of elements in a row of a table.
         bottom: the widths of the hidden layers for the numerical features.
         top: the widths of the hidden layers for the products.

@@ -115,7 +115,7 @@ def growing(options: AdviseOptions) -> tuple[str, ...]:
 
 
 def overlap_choices(options: AdviseOptions) -> list[AdviseOptions]:
-    """Return the options with and without overlap, or unchanged if they set it."""
+    """Return the options with and without overlap, or only as given if they set it."""
     values = [options.given[OVERLAP]] if OVERLAP in options.given else [True, False]
     return [replace(options, given={**options.given, OVERLAP: value}) for value in values]
 

@@ -152,7 +152,7 @@ def measured(
 
 
 def groups(comm: mpikfac.comm.Comm) -> Iterator[tuple[int, int]]:
-    """Yield the size and the distance between members of communicators: rows and columns."""
+    """Yield the size of communicators and the distance of their members, for rows and columns."""
     for size in mpikfac.plan.divisors(comm.size)[1:]:
         for distance in sorted({1, comm.size // size}):
             yield size, distance
@@ -321,7 +321,7 @@ def rates(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], .
 
 
 def visit(comm: mpikfac.comm.Comm, networks: Sequence[TimedNetwork]) -> None:
-    """Measure more steps of all networks.
+    """Time additional steps of all networks.
 
     Collective over: comm.
     """

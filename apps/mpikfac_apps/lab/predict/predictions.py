@@ -118,8 +118,8 @@ class NetworkShapes:
     """What predictions need to know about a network.
 
     Attributes:
-        covered: the shapes with K-FAC.
-        bare: the shapes without K-FAC.
+        covered: the layer shapes for training with K-FAC.
+        bare: the layer shapes for training without K-FAC.
         calls: the calls of the covered layers in a pass on a rank.
     """
 

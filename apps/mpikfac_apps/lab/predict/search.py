@@ -41,7 +41,7 @@ WIRES: Mapping[str, Mapping[str, str]] = {
     "int8": _compressed("int8", "bfloat16"),
 }
 """The choices of compression by name, from the most to the least precise."""
-STEP = 1.03  # ratio of consecutive values of a cost; predictions are not more accurate than this
+STEP = 1.03  # ratio of consecutive values of a cost; predictions are no more accurate than this
 COST = ("seconds", "sent", "memory")
 PER_NODE = "transport.ranks_per_node"
 Options = TypeVar("Options", bound=PredictionOptions)

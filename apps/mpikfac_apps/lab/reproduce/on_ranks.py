@@ -18,7 +18,7 @@ from mpikfac_apps.lab.reproduce import rules
 
 
 def main() -> None:
-    """Write the weights of all ranks `[ranks, SIZE]` by exchange.
+    """Write the weights of all ranks `[ranks, SIZE]` for each exchange.
 
     Collective over: world.
     """

@@ -31,7 +31,7 @@ def reproduce(options: ReproduceOptions) -> int:
     """Print the list, or one result, or write the appendix; return 0, or 1 if a value is wrong.
 
     Raises:
-        ValueError: there is no such result, or it cannot be found here.
+        ValueError: there is no such result, or it cannot be reproduced here.
         OSError: a file cannot be written.
     """
     if options.name is None and options.appendix is None:

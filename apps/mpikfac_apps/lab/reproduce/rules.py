@@ -52,7 +52,7 @@ def infrequent(
 ) -> list[Weights]:
     """Return the weights of all ranks after each step of local SGD or DiLoCo.
 
-    The rules of [Lin et al. 2020] and [Douillard et al. 2023].
+    They follow the rules of [Lin et al. 2020] and [Douillard et al. 2023].
     """
     w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
     before, outer, found = w[0].copy(), np.zeros(SIZE), []
@@ -217,7 +217,7 @@ def projection(weights: ArrayLike) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """An exchange, and the weights by its published rule.
+    """An exchange, and the weights according to its published rule.
 
     Attributes:
         expected: returns the weights of all ranks after each of STEPS steps.

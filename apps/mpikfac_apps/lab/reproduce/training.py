@@ -86,7 +86,7 @@ def run(arguments: Sequence[str], limit: float = LIMIT) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a program that still runs, with its ranks."""
+    """End a program that is still running, and its ranks."""
     process.terminate()  # mpirun ends its ranks
     try:
         process.wait(GRACE)

@@ -223,7 +223,7 @@ def over_seeds(numbers: Sequence[float | None], shown: Callable[[float], str]) -
 def values(
     run_curves: Mapping[str, Curve], variants: Variants, target: float | None
 ) -> list[dict[str, Any]]:
-    """Return the values of each run: the last and best test, and the training to the target."""
+    """Return each run's last and best test results, and the training needed for the target."""
     names = {id(curve): name for name, runs in variants.items() for curve in runs}
     plain = []
     for run, curve in run_curves.items():
@@ -287,7 +287,7 @@ def sentences(variants: Variants, target: float) -> Iterator[str]:
 
 
 def to_target(variants: Variants, target: float, unit: str) -> dict[str, SeedMean]:
-    """Return the mean training to the target by variant, the shortest first.
+    """Return the mean training needed to reach the target by variant, shortest first.
 
     Variants with a seed that did not reach the target are left out.
     """

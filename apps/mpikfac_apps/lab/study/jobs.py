@@ -33,9 +33,9 @@ PATIENCE = 60.0  # seconds within which a job must end
 CELLS = "MPIKFAC_CELLS"
 """The environment variable that holds the directory of the cells, in the processes of a job."""
 KILLED = 128  # added to the number of the signal that has ended a rank
-# A note of an MPI launcher.
+# A note printed by an MPI launcher.
 NOTE = re.compile(r"^(-{60,}|={60,})$.*?^\1$", re.MULTILINE | re.DOTALL)
-FORM = {"code": int, "why": str, "seconds": float}  # of a result
+FORM = {"code": int, "why": str, "seconds": float}  # the fields of a result
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Predict the time to a target at many ranks: measured steps times predicted seconds per step.
+"""Predict the time to a target on many ranks: measured steps times predicted seconds per step.
 
 The number of steps for a batch size does not depend on the number of ranks that share the batch, so
-it can be measured on few ranks. A machine file predicts the time of a step at any number of ranks.
+it can be measured on few ranks. A machine file predicts the time of a step on any number of ranks.
 Each optimizer uses the batch with the shortest time.
 """
 
@@ -59,7 +59,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The predicted time to the target at a number of ranks, with the best measured batch.
+    """The predicted time to the target on a number of ranks, with the best measured batch.
 
     Attributes:
         name: the optimizer and, for K-FAC, the strategy.
@@ -183,7 +183,7 @@ def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> flo
     """Return the predicted time of a mean step, in seconds.
 
     Raises:
-        ValueError: the options are invalid for the ranks, or the machine lacks times.
+        ValueError: the options are invalid for the number of ranks, or the machine lacks times.
     """
     job = job_of(options, ranks, inv_update_steps(options, ranks))
     return mpikfac.predict.simulate(plan_of(options, ranks), machine, job).mean.seconds

@@ -116,7 +116,7 @@ def shares(labels: Tensor, classes: int, share: float) -> Tensor:
     The cross entropy of such a row is the weighted mean of the losses of both labels.
 
     Args:
-        share: the weight of an image itself; its partner has the rest.
+        share: the weight of an image itself; its partner gets the rest.
     """
     one_hot = F.one_hot(labels, classes).float()
     return share * one_hot + (1 - share) * partners(one_hot)

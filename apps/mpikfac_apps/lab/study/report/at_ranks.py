@@ -1,4 +1,4 @@
-"""Show the predicted time to the target at many ranks: a table, a picture and sentences."""
+"""Show the predicted time to the target on many ranks: a table, a picture and sentences."""
 
 from __future__ import annotations
 
