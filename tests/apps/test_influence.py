@@ -131,7 +131,7 @@ def test_a_run_without_a_fisher_matrix_is_refused(tmp_path, capsys):
             influence.main([f"{folder}", "--device=cpu"])
         assert left.value.code == 2
     errors = capsys.readouterr().err
-    assert "is of a run with optimizer=sgd; it needs kfac" in errors
+    assert "belongs to a run with optimizer=sgd; use one with optimizer=kfac" in errors
     assert "fisher_type=forward-only and normalization=expand" in errors
 
 

@@ -364,7 +364,7 @@ def global_batch(options: Options, ranks: int) -> int | ByEpoch:
     divided among ranks and virtual ranks.
 
     Raises:
-        ValueError: both batch options are set, or the batch is not a multiple of the number of ranks.
+        ValueError: both batch options are set, or the number of ranks does not divide the batch.
     """
     batch, per_rank = options.batch, options.batch_per_rank
     if batch and per_rank:

@@ -209,7 +209,7 @@ class Run(Loop):
         self._compare_with_first(self.meter.loss)
 
     def numbers(self) -> dict[str, float]:
-        """Return metrics of the training, its troubles and its decompositions; not collective."""
+        """Return the training's metrics, with troubles and decompositions; not collective."""
         numbers = self.training.numbers()
         if self.votes.troubles:
             numbers["troubles"] = self.votes.troubles

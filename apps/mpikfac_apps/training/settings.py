@@ -212,8 +212,8 @@ def _given(of_run: Mapping[str, Any], left_open: Mapping[str, Any]) -> dict[str,
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the options that differ between two starts, as "lr 0.1 -> 0.05, ...".
 
-    Options that choose an algorithm come first, and options that only one of the two starts has,
-    which belong to its choices, are counted.
+    Options that choose an algorithm come first. Options that only one of the two starts has,
+    because they belong to its choices, are only counted.
     """
     keys = [key for key in {**now, **before} if key not in OF_A_START]
     differing = [k for k in keys if k in before and k in now and before[k] != now[k]]

@@ -33,7 +33,7 @@ class CurvatureServers(Refresh):
     servers: int = 1
 
     def attach(self, plan: Any, preconditioners: Any, team: Any) -> Any:
-        """Return a factory of the rank's decomposer."""
+        """Return a factory for the rank's decomposer."""
         from mpikfac.lab.curvature_servers.decomposer import OnCurvatureServers
 
         return partial(OnCurvatureServers, plan, preconditioners, team)

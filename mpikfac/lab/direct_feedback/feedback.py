@@ -23,7 +23,7 @@ SPREAD = 2_654_435_761  # a prime, so that blocks and neighbouring seeds get dif
 
 
 class DirectFeedback:
-    """Train the blocks of a trainer's model by direct feedback.
+    """Train the blocks of a trainer's model with direct feedback.
 
         trainer = mpikfac.FirstOrderTrainer(model, optimizer)
         mpikfac.DirectFeedback(trainer, ["layer1", "layer2"], seed=0)
@@ -154,5 +154,5 @@ def check_feedback(trainer: Trainer) -> None:
     if settings is not None and settings.grafting.needs_batch:
         raise ValueError(
             "direct feedback needs a grafting other than QuadraticModel(), which models the loss "
-            "by its true gradient"
+            "with its true gradient"
         )

@@ -213,8 +213,8 @@ class DiLoCo(LocalSGD):
         fragments: the number of parts of the model; each is exchanged every `sync_every` steps.
         delay: the number of steps between sending a part and using the mean. The reduction
             runs in the background during the steps in between.
-        mixing: the weight of the rank's own weights when a mean is used. None: with n replicas,
-            `2 delay / (2 delay + n)` [DASO].
+        mixing: the weight given to the rank's own weights when a mean is used. None: with n
+            replicas, `2 delay / (2 delay + n)` [DASO].
     """
 
     name: ClassVar[str] = "diloco"
@@ -286,8 +286,8 @@ class DASO(Replicas):
 
     Attributes:
         delay: the number of steps between sending weights and using their mean.
-        mixing: the weight of the rank's own weights when a mean is used. None: with n replicas,
-            `2 delay / (2 delay + n)`.
+        mixing: the weight given to the rank's own weights when a mean is used. None: with n
+            replicas, `2 delay / (2 delay + n)`.
     """
 
     name: ClassVar[str] = "daso"

@@ -85,7 +85,7 @@ class PowerSGDCodec(Codec):
         return sum(left for left, _ in sides), sum(right for _, right in sides)
 
     def within(self, start: int, stop: int) -> PowerSGDCodec:
-        """Return the codec of a span, which contains its matrices."""
+        """Return the codec for a span and the matrices in it."""
         inside = (matrix for matrix in self.matrices if start <= matrix.start < stop)
         return replace(self, matrices=tuple(inside))
 

@@ -35,9 +35,9 @@ def refusal(model: nn.Module, name: str) -> str:
         return "no module of the model has this name"
     if type(module) not in CAN_SPLIT:
         kinds = ", ".join(kind.__name__ for kind in CAN_SPLIT)
-        return f"{type(module).__name__} cannot be split, only {kinds}"
+        return f"{type(module).__name__} cannot be split; only {kinds} can"
     if getattr(module, "groups", 1) != 1:
-        return f"a convolution with groups={module.groups} cannot be split, only with groups=1"
+        return f"a convolution with groups={module.groups} cannot be split; only groups=1 can"
     if "weight" not in module._parameters or module._forward_pre_hooks:
         return "the weight is computed in every pass, or a hook changes the input"
     if module._compiled_call_impl is not None:

@@ -37,7 +37,7 @@ class TopKCodec(Codec):
         return self.momentum > 0
 
     def within(self, start: int, stop: int) -> TopKCodec:
-        """Return the codec of a span, which contains its padding."""
+        """Return the codec for a span and the padding in it."""
         return replace(self, padding=tuple(gap for gap in self.padding if start <= gap[0] < stop))
 
     def count(self, elements: int) -> int:

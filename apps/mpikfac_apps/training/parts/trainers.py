@@ -99,7 +99,7 @@ def split_layers(
 
 
 def give_feedback(problem: Problem, trainer: AnyTrainer) -> None:
-    """Train the blocks that the options name by direct feedback.
+    """Train the blocks that the options name with direct feedback.
 
     Collective over: problem.comm.
     """
