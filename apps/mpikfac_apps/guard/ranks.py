@@ -43,7 +43,7 @@ def run_on_ranks(parse: Callable[[int], Options], work: Work[Options]) -> int:
         work: does the work, and notifies the watchdog of its phases.
 
     Raises:
-        SystemExit: with code 2, after a single line about an error that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
 
     def together(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
@@ -63,7 +63,7 @@ def run_watched(parse: Callable[[int], Options], work: Work[Options]) -> int:
         work: does the work, notifies the watchdog of its phases, and ends the job if a rank fails.
 
     Raises:
-        SystemExit: with code 2, after a single line about an error that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
     mend_streams()
     comm = connected()

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Collective over: world.
 
     Raises:
-        SystemExit: code 2 after a single line about a mistake that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
     return start(
         lambda ranks: parse(argv, ranks),

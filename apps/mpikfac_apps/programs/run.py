@@ -47,7 +47,7 @@ def main(
             raised inside `mpikfac.comm.together`.
 
     Raises:
-        SystemExit: with code 2, after a single line about an error that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
 
     def loop(

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     Collective over: world.
 
     Raises:
-        SystemExit: code 2 after one line about a mistake that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
     return run_on_ranks(lambda ranks: parse(argv, ranks), calibrate)
 

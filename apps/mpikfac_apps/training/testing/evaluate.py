@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Collective over: world.
 
     Raises:
-        SystemExit: with code 2, after a single line about an error that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
     return run_on_ranks(lambda _: EVALUATE.read(argv), evaluate)
 
