@@ -1,4 +1,4 @@
-"""Find the processes of a job on this machine by an environment variable."""
+"""Find the processes of a job on this machine, using an environment variable."""
 
 from __future__ import annotations
 

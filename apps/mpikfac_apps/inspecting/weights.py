@@ -1,4 +1,4 @@
-"""Read weights from plain files, and load them into a network, except for the last module."""
+"""Read weights from plain files, and load them into a network whose last module can differ."""
 
 from __future__ import annotations
 

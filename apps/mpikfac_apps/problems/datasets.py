@@ -94,7 +94,7 @@ class Dataset:
     a volume, images are crops `[n, 1, d, h, w]`, and labels the class of each voxel, as bytes.
 
     Attributes:
-        classes: the number of classes; 0 if images have no labels, and all labels are 0. For a
+        classes: the number of classes; 0 if images have no labels (all labels are then 0). For a
             text, 256.
         white: the byte of a white pixel.
         about: a line that describes the data, for data that differ between machines.
@@ -115,7 +115,7 @@ class Dataset:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Checksums that a restart compares: training labels, training pixels, and the test."""
+        """Checksums that a restart compares: training labels, training pixels, and the test set."""
         return {
             "images": _crc(self.train_labels),
             "pixels": _crc(self.train_images),

@@ -152,7 +152,7 @@ def measured(
 
 
 def groups(comm: mpikfac.comm.Comm) -> Iterator[tuple[int, int]]:
-    """Yield the size of communicators and the distance of their members, for rows and columns."""
+    """Yield the sizes of communicators and the distances between members, for rows and columns."""
     for size in mpikfac.plan.divisors(comm.size)[1:]:
         for distance in sorted({1, comm.size // size}):
             yield size, distance

@@ -156,7 +156,7 @@ def _steps_at(
         return
     if measured.kind == "kfac":
         for strategy in STRATEGIES:
-            with suppress(ValueError):  # the strategy cannot use the ranks
+            with suppress(ValueError):  # the strategy does not support the number of ranks
                 chosen = distributed(measured.cell.cell, strategy)
                 yield f"kfac ({strategy})", _step(machine, ranks, chosen)
         return

@@ -85,7 +85,7 @@ def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tens
 def cut_and_mixed(
     images: Tensor, share: float, generator: np.random.Generator
 ) -> tuple[Tensor, float]:
-    """Return the images with a box of the partner's pixels, and the fraction of pixels kept.
+    """Return the images, each with a box of its partner, and the fraction of pixels kept.
 
     Args:
         share: the fraction of pixels kept if the whole box is inside the image.
