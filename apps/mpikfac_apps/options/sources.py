@@ -277,5 +277,5 @@ def belongs(group: type, types: Types, key: str) -> str:
 
 
 def _has(group: type, key: str) -> bool:
-    """Return whether a dataclass has an option, or a joint, with some of the known types."""
+    """Return whether a dataclass can have an option or a joint named `key`, for some types."""
     return not {key, f"{key}.{TYPE}"}.isdisjoint(possible(group))

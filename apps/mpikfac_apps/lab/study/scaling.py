@@ -169,7 +169,7 @@ def _steps_at(
 
 
 def distributed(cell: Cell, strategy: str) -> Options:
-    """Return the options of a cell with a different strategy, but its own preconditioner."""
+    """Return a cell's options with a different strategy, but the cell's own preconditioner."""
     options = cell.options
     distribution, training = options.distribution, training_ranks(options, cell.ranks)
     _, settings = make_strategy(distribution, options.kfac, training)
