@@ -59,7 +59,9 @@ class DetectionOptions(ProgramOptions):
             ValueError: ranks would get uneven shards, or an epoch has no steps.
         """
         if self.batch % ranks:
-            raise ValueError(f"batch={self.batch} must be a multiple of the number of ranks ({ranks})")
+            raise ValueError(
+                f"batch={self.batch} must be a multiple of the number of ranks ({ranks})"
+            )
         if self.batch > self.images:
             raise ValueError(f"batch={self.batch} is more than the {self.images} images")
 

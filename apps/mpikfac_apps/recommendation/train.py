@@ -82,8 +82,8 @@ class RecommendationOptions(ProgramOptions):
             )
         if not ranks <= self.batch <= trained:
             raise ValueError(
-                f"batch={self.batch} must be at least the number of ranks ({ranks}), and at most the "
-                f"number of training clicks ({trained})"
+                f"batch={self.batch} must be at least the number of ranks ({ranks}), and at most "
+                f"the number of training clicks ({trained})"
             )
 
 

@@ -77,7 +77,7 @@ def centered_clipping(products: Tensor, radius: float) -> Tensor:
 def near_most(
     products: Tensor, ranks: Tensor, factor: float, least: float | Tensor = 0.0
 ) -> Tensor:
-    """Return which of some ranks are near most ranks, `[ranks]` [Allen-Zhu et al. 2021].
+    """Return which of `ranks` are near most ranks, `[ranks]` [Allen-Zhu et al. 2021].
 
     The median rank is the one with more than half of all ranks, itself included, within the
     shortest distance. A rank is near if its distance from the median rank is at most `factor` times
@@ -98,7 +98,7 @@ def near_most(
 
 
 def farthest(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
-    """Return the longest distance of some ranks from the median rank; NaN if there is none.
+    """Return the longest distance of `ranks` from the median rank; NaN if there is none.
 
     It is at most `factor` times the median, over ranks, of the distance within which a rank has
     more than half of all ranks. A few faulty ranks therefore cannot make it much longer than a
