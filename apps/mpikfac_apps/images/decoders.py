@@ -30,7 +30,7 @@ PATIENCE = 10.0  # seconds to wait for a process to end
 
 
 class _Worker(Protocol):
-    """The interface of image decoders; results are requested in the order of the tickets."""
+    """The interface of image decoders, which process their tickets in order."""
 
     def begin(self, ticket: int, slot: int, jobs: Sequence[DecodeJob]) -> None: ...
 

@@ -121,7 +121,7 @@ class AsyncSGD(Trainer):
     def combined(self) -> bool:
         """Whether all clients have met since the last step, so that all have the same model.
 
-        If so, votes include those of all clients; otherwise, only the client's own.
+        If so, votes include all clients. Otherwise, they consist of each client's latest votes.
         """
         return self._client.heard
 

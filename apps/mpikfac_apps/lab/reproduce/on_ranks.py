@@ -1,4 +1,4 @@
-"""Solve the least-squares problem of `rules` with each exchange, and write the weights.
+"""Train on the least-squares problem of `rules` with each exchange, and write the weights.
 
 mpikfac launch -n 4 on_ranks.py weights.json
 """

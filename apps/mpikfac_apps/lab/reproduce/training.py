@@ -1,4 +1,4 @@
-"""Train for seconds: a network with the default settings, and replicas that exchange weights."""
+"""Run short trainings: a network with the default settings, and replicas that exchange weights."""
 
 from __future__ import annotations
 
