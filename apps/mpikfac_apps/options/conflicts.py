@@ -191,7 +191,7 @@ def check_pillow(what: str) -> None:
 
 
 def _check_images(options: Options) -> None:
-    """Check that the network can use the data, and that the data have the labels to learn."""
+    """Check that the network can use the data, and that the data contain what it learns."""
     model, size = network(options.model), pixels(options.data)
     learns, holds = model.task.learns, source(options.data.name).holds
     if learns not in holds:

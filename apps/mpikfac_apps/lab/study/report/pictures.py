@@ -221,7 +221,7 @@ def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> Fi
         return figure
 
 
-# -- helpers for several pictures -----------------------------------------------------------------
+# -- helpers for several pictures ----------------------------------------------------------------
 
 
 def _ranks(cells: Sequence[Measured]) -> list[int]:
