@@ -185,7 +185,7 @@ def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
     states = [cell.state for cell in cells]
     yield "cells", ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
     jobs = {cell.run: cell.result.seconds for cell in cells if cell.result}  # cells can share a run
-    yield "total time of the jobs' last starts", f"{sum(jobs.values()) / 60:.1f} min"
+    yield "total time of each job's last start", f"{sum(jobs.values()) / 60:.1f} min"
     if environments:
         begun = sorted(about["started"] for about in environments)
         yield "runs started", begun[0] if len(begun) == 1 else f"{begun[0]} to {begun[-1]}"
