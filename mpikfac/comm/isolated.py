@@ -21,7 +21,7 @@ def isolated_seconds(grid: Grid, plan: RankPlan, device: torch.device) -> dict[s
     """Return, by stage, the seconds that the messages of a step take in isolation.
 
     The messages are sent one after another, from scratch buffers, over the same communicators as in
-    training. All ranks start together, and a time is the median of five repetitions. With
+    training. All ranks start together, and each time is the median of five repetitions. With
     `stagger`, it is the mean over the rounds of a refresh. Messages to and from curvature servers
     and parameter servers are not measured.
 

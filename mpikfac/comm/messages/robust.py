@@ -1,4 +1,4 @@
-"""Aggregate all ranks' vectors by a robust rule; each rank combines a shard of all vectors."""
+"""Aggregate all ranks' vectors with a robust rule; each rank combines one shard of all vectors."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class EigenbasesGraft(AdamGraft):
     """Take Adam's step with momentum, in each layer's eigenbases.
 
     Momenta are stored in the basis of the weights. When bases change, averages of squares are not
-    converted. Uncovered parameters take Adam's step, with the same decay of averages.
+    converted. Uncovered parameters take Adam's step, whose averages decay equally fast.
     """
 
     KIND, DECAY = ROTATED, 0.95  # as published
@@ -71,7 +71,7 @@ def _layers(stack: Stack) -> Sequence[Tensor]:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a single tensor unchanged, or equal tensors as a stack."""
+    """Return a single tensor unchanged, or several tensors of equal shape as a stack."""
     return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
