@@ -77,7 +77,7 @@ class SplitComm:
 
 
 def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
-    """Return a `SplitComm` in which the last ranks of `comm` serve curvature and the others train.
+    """Return a `SplitComm`; the last ranks of `comm` become curvature servers, the others train.
 
         team = mpikfac.split_comm(comm, curvature_servers=1)
         if team.comm is None:

@@ -34,7 +34,7 @@ class Gradients:
 
     Attributes:
         layers: the layers covered by K-FAC.
-        uncovered: parameters and running statistics without a covering layer.
+        uncovered: the parameters and running statistics that no layer covers.
         trained: the trained parameters.
         sender: reduces the arena over ranks; an extension can replace it.
         reader: copies gradients from the model, and directions to it.
@@ -69,7 +69,7 @@ class Gradients:
         self.statistics = [block for block in uncovered if isinstance(block, Statistic)]
         self.counts = Counts(self.statistics if self.sender.in_parts else [])
         self.reader = self._reader_of(model)
-        # Weak, as above: the model would keep the arena of a trainer that is gone.
+        # A weak reference, as above: otherwise, the model would keep a deleted trainer's arena.
         self._hooks = [model.register_load_state_dict_post_hook(Hook(self._on_load, ref(self)))]
         finalize(self, remove, self._hooks)
         self.keep()
@@ -90,7 +90,7 @@ class Gradients:
     def look(self, values: object) -> bool:
         """Vote on a change of the model, and on `values`, which must be equal on all ranks.
 
-        New parameters are not stepped in this step.
+        New parameters are not updated in this step.
 
         Returns:
             Whether the trained parameters of the rank's model have changed.
@@ -156,7 +156,7 @@ class Gradients:
                 if examples:
                     values.mul_(weight)
                 else:
-                    values.zero_()  # the mean of no examples is NaN
+                    values.zero_()  # the mean over no examples is NaN
         self.weight = weight
         self.weight_of_statistics = examples * all_seen / (seen * total) if seen else 1.0
 
@@ -252,7 +252,7 @@ class Gradients:
         self.counts.keep()
 
     def abort_batch(self) -> None:
-        """Drop what was read and sent; restore the running statistics after the last step.
+        """Drop what was read and sent; reset the running statistics to those after the last step.
 
         Collective over: world with `overlap`, otherwise none.
         """

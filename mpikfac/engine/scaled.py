@@ -49,7 +49,7 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
     scaler gets the same result on all ranks, or one result per rank if ranks step replicas of the
     model.
 
-    Collective over: as in `Gradients.average`; also world if a rank steps nothing.
+    Collective over: as in `Gradients.average`; also world if a rank updates no parameters.
     """
     arena, accumulated, scale = gradients.arena, gradients.sender.accumulated, scaler.get_scale()
     for block in gradients.blocks:

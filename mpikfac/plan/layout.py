@@ -17,8 +17,8 @@ class Layout:
     """The locations of named blocks in a flat buffer, segment by segment.
 
     Attributes:
-        shapes: shapes of blocks.
-        offsets: first elements of blocks.
+        shapes: the shape of each block.
+        offsets: the first element of each block.
         bounds: segment k consists of the elements from `bounds[k]` up to `bounds[k + 1]`.
     """
 
@@ -51,7 +51,7 @@ class Layout:
         return list(zip(self.bounds, self.bounds[1:]))
 
     def spans(self, kind: Callable[[str], Hashable]) -> list[Span]:
-        """Return spans of the whole buffer, split where segment or `kind` of the blocks changes."""
+        """Split the whole buffer into spans where the segment or the `kind` of blocks changes."""
         spans: list[Span] = []
         ends = [*list(self.offsets.values())[1:], self.size]
         for (name, start), end in zip(self.offsets.items(), ends):
@@ -76,7 +76,7 @@ class Span(NamedTuple):
 
 
 def lay_out(segments: Iterable[Iterable[tuple[str, Shape]]]) -> Layout:
-    """Return a `Layout` of the blocks, segment after segment, aligned."""
+    """Return a `Layout` of the aligned blocks, segment after segment."""
     shapes: dict[str, Shape] = {}
     offsets: dict[str, int] = {}
     bounds = [0]

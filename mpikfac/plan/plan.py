@@ -53,7 +53,8 @@ class Plan:
         itemsize: bytes per value, except in running averages and decompositions.
         columns_of: the column of every layer.
         owners: the rank that decomposes each factor ("conv1.A").
-        updaters: the rank that steps each layer or uncovered parameter if the optimizer is sharded.
+        updaters: the rank that updates each layer or uncovered parameter, if the optimizer is
+            sharded.
         turns_of: the slot of every layer in a refresh, from 0 to `stagger` - 1.
         split: the split layers of the model.
         sharding: the parameters of which each rank holds a shard.
@@ -100,7 +101,7 @@ class Plan:
         return {}
 
     def digest(self) -> str:
-        """Return a hash of all values, which is the same on all ranks only if their plans are."""
+        """Return a hash of all values, which differs between ranks whose plans differ."""
         return hashlib.sha256(repr(_values(self)).encode()).hexdigest()[:16]
 
     # -- who does what ---------------------------------------------------------------------------
@@ -142,7 +143,7 @@ class Plan:
     def load(self, rank: int) -> int:
         """Return the work of `rank` in a refresh: the sum of n^3 over the factors it decomposes.
 
-        A factor of low rank counts as the work of its iteration, and a vector as none.
+        A low-rank factor counts as the work of its iteration, and a vector as no work.
         """
         factors = self.of(rank).decomposed()
         return sum(f.work(f.preconditioner.work) for f in factors if not f.preconditioner.vector)
@@ -277,7 +278,7 @@ def _forms_of(layers: Iterable[LayerShape], forms: Sequence[Form]) -> dict[str, 
 def _check_layers(
     layers: Sequence[LayerShape], ranks: int, strategy: Strategy, forms: Sequence[Form]
 ) -> None:
-    """Check that preconditioners and ranks of layers fit the strategy.
+    """Check that the layers' preconditioners and ranks are compatible with the strategy.
 
     Raises:
         ValueError: a preconditioner or a rank is incompatible with the strategy.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpikfac.comm.grid import Grid
 
 Turns = Mapping[Any, Sequence[Message]]
-"""The messages of an arena, by round of a refresh; the key None stands for all layers."""
+"""The messages of an arena, by slot of a refresh; the key None stands for all layers."""
 
 
 class Sender:

@@ -37,7 +37,7 @@ class Bases(Part):
         stacks: the layers that this rank preconditions, with their decompositions; on a GPU,
             layers of the same kind and shape form one stack.
         ready: whether the rank has decompositions.
-        turn: the round of the refresh to be published next; None for all layers.
+        turn: the slot of the refresh to be published next; None for all layers.
         decomposer: decomposes the rank's factors.
     """
 
@@ -134,7 +134,7 @@ class Bases(Part):
         turn: int | None = None,
         warn: Warn = list,
     ) -> None:
-        """Start decomposing the rank's factors: all of them, or those of one round of the refresh.
+        """Start decomposing the rank's factors: all of them, or those of one slot of the refresh.
 
         Args:
             factors: the packed factors, by name.
@@ -261,9 +261,9 @@ class Bases(Part):
         return state
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names that a complete state of all ranks has, as far as `names` show it."""
+        """Return the names that a state with `names` must have to be complete."""
         complete = super().complete(names)
-        if complete and DUE in names:  # all blocks of the round, also kept ones
+        if complete and DUE in names:  # all blocks of the slot, also kept ones
             turns = {DECOMPOSITIONS + b.name: f.turn for f in self.plan.factors for b in f.blocks}
             begun = {turns[name] for name in names if name in turns}
             turn = begun.pop() if len(begun) == 1 else None
@@ -285,7 +285,7 @@ class Bases(Part):
         """Load the `needed` items of a state, after `reset`.
 
         Pending decompositions are published together with all others, because layers can belong to
-        different rounds than in the saved run.
+        different slots than in the saved run.
         """
         if PRECONDITIONER not in names:
             return

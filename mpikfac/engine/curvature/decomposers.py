@@ -53,7 +53,7 @@ class FactorRequest(NamedTuple):
         added: the damping that is added before the decomposition, by name, for the factors whose
             preconditioner needs this.
         precise: whether a factor is decomposed in float64, by name.
-        turn: the round of the refresh; None for all layers.
+        turn: the slot of the refresh; None for all layers.
         first: whether no decomposition is in use yet.
     """
 

@@ -253,7 +253,7 @@ class DistributedPreconditioner(Method):
         )
 
     def _decompose_owned(self, numbers: Numbers) -> None:
-        """Start decomposing the rank's factors: all, or those of one round of the refresh."""
+        """Start decomposing the rank's factors: all, or those of one slot of the refresh."""
         step, damping = numbers.step, numbers.damping
         in_float32 = self.gradients.arena.flat.dtype == torch.float32
         if in_float32 and not self.settings.damping.is_relative:

@@ -132,7 +132,7 @@ def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
 
 @cache
 def _differences(kh: int, kw: int, device: torch.device) -> Tensor:
-    """Return the index of each pair of offsets' difference, `[(kh * kw)**2]`."""
+    """Return, for each pair of offsets, the index of their difference, `[(kh * kw)**2]`."""
     rows, columns = torch.arange(kh, device=device), torch.arange(kw, device=device)
     down = (rows - rows[:, None])[:, None, :, None] + kh - 1
     right = (columns - columns[:, None])[None, :, None, :] + kw - 1

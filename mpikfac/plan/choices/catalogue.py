@@ -80,9 +80,9 @@ NAMED: dict[str, Named] = {
         Strategy(MemOpt()),
     ),
     "hybrid": Named(
-        "A grid of ranks: some workers per layer get its bases, and each sends the preconditioned "
-        "gradient to some other ranks; `grad_workers` or `grad_worker_fraction` sets their number, "
-        "half of the ranks by default",
+        "Ranks form a grid: some workers per layer get its bases, and each sends the "
+        "preconditioned gradient to some other ranks; `grad_workers` or `grad_worker_fraction` "
+        "sets the number of workers, half of the ranks by default",
         "KAISA, SC21",
         "2 (P-1)/P 4T + (w-1)/P 4F + (P-w)/P 4N",
         Strategy(HybridOpt()),
@@ -95,7 +95,7 @@ NAMED: dict[str, Named] = {
         Strategy(_SHARDED),
     ),
     "spd-kfac": Named(
-        "Factors are averaged during the backward pass in messages of three layers, and small ones "
+        "Factors are averaged during the backward pass, three layers per message, and small ones "
         "are decomposed everywhere",
         "SPD-KFAC",
         "2 (P-1)/P 4T + (P-1)/P 4F of the large ones + 0",
@@ -197,7 +197,7 @@ def get_strategy(name: str) -> tuple[Strategy, dict[str, Any]]:
     if name not in NAMED:
         near = get_close_matches(name, NAMED, n=1)
         known = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(NAMED)}"
-        without_lab = " (`import mpikfac.lab` adds those of the lab)"
+        without_lab = " (`import mpikfac.lab` adds the lab's)"
         more = "" if "mpikfac.lab" in sys.modules else without_lab
         raise ValueError(f"strategy={name!r} is unknown; {known}{more}")
     return NAMED[name].strategy, dict(NAMED[name].settings)

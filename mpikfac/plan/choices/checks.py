@@ -49,7 +49,7 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     """Check that `value` is allowed.
 
     Raises:
-        ValueError: it is another value; the message calls it `name` and lists the allowed values.
+        ValueError: it is not allowed; the message calls it `name` and lists the allowed values.
     """
     if value not in allowed:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")

@@ -98,7 +98,7 @@ def combinations(
     itemsize: int,
     rule: Aggregation | FactorAggregation,
 ) -> list[Message]:
-    """Return messages that combine an arena of one segment by a rule, on rank `member`.
+    """Return messages that combine an arena of one segment with a rule, on rank `member`.
 
     Each rank receives a shard of all vectors, and sends the result to all. In between, rules with
     weights need the sum of the shards' inner products, in float64.
@@ -116,7 +116,7 @@ def combinations(
 
 
 def in_order(stage: str, layout: Layout, ranks: int, itemsize: int) -> list[Message]:
-    """Return messages that sum an arena in rank order, to the same bits on any number of ranks."""
+    """Return messages that sum an arena in rank order; any number of ranks gives the same bits."""
     if ranks == 1 or layout.size == 0:
         return []
     return [message(stage, "Send, Bcast", "world", [(0, layout.size)], ranks, itemsize)]
@@ -155,8 +155,8 @@ def rows(
     """Return the message in which members exchange rows, on rank `member`.
 
     Args:
-        counts: rows from every member to every member.
-        size: bytes per row.
+        counts: the number of rows from every member to every member.
+        size: the number of bytes per row.
     """
     own = counts[member]
     if len(own) == 1:
@@ -212,7 +212,7 @@ def message(
 
 
 def shard_length(elements: int, members: int) -> int:
-    """Return the number of elements in a shard if members have equal shards of `elements`."""
+    """Return the number of elements per shard if `elements` are divided equally among members."""
     blocks = -(-elements // ALIGNMENT)
     return -(-blocks // members) * ALIGNMENT
 

@@ -1,4 +1,4 @@
-"""Compare each weight's gradient with that of the calls from which its factors are computed.
+"""Compare each weight's gradient with the gradient from the calls that its factors are made of.
 
 If a loss also uses a weight outside of the layer's calls, as a weight penalty does, no factor
 contains the curvature of that part of the gradient. A few random projections of `sum g a^T`, in
