@@ -133,7 +133,7 @@ def read_json(path: str | Path, limit: int = LIMIT, links: bool = False) -> Any:
     Raises:
         Refused: the path is not a regular file, or the file is too large.
         OSError: the file cannot be read.
-        ValueError: the file is not JSON, or too deep; the message does not contain the path.
+        ValueError: the file is not JSON, or nested too deeply; the message lacks the path.
     """
     return json_of(read_bytes(path, limit, links))
 
@@ -183,7 +183,7 @@ def json_of(text: bytes | str) -> Any:
     """Parse a JSON text of at most `DEEP` levels.
 
     Raises:
-        ValueError: the text is not JSON, or too deep.
+        ValueError: the text is not JSON, or nested too deeply.
     """
     try:
         content = json.loads(text)

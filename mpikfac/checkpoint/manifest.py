@@ -37,7 +37,7 @@ UNREADABLE = (
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
-    """Return the newest complete checkpoint under `root`, or None; call on one rank and broadcast.
+    """Return the newest complete checkpoint under `root`, or None; call this on a single rank.
 
     A newer checkpoint without a manifest is damaged, and is skipped with a warning.
 
@@ -137,7 +137,7 @@ class Checkpoint(Mapping[str, Value]):
     def described(self) -> dict[str, dict[str, Any]]:
         """Return a dictionary from item name to `shard`, `dtype`, `shape` and `bytes`.
 
-        A plain number also has its `value`.
+        The entry of a plain number also contains its `value`.
         """
         return dict(self._items)
 

@@ -78,7 +78,7 @@ def describe(name: str, value: Value) -> dict[str, Any]:
 def checksum(value: Value) -> int:
     """Return a checksum of the value; for a tensor, the sum of the elements' bit patterns.
 
-    The sum needs a single pass over memory and no copy, whatever the tensor's strides.
+    The sum needs a single pass over memory and no copy, regardless of the tensor's strides.
     """
     if not isinstance(value, Tensor):
         return zlib.crc32(_content(value))
@@ -183,7 +183,7 @@ def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
 
 
 def _plain(dataset: h5py.Dataset, size: int) -> Value:
-    """Return the value of a dataset, of the dataset's own type, in a file of `size` bytes."""
+    """Return the value of a dataset, with the dataset's own type, in a file of `size` bytes."""
     if dataset.nbytes > size:
         raise LookupError(f"{dataset.name} is larger than its file")
     value = dataset[()]
@@ -194,7 +194,7 @@ def _plain(dataset: h5py.Dataset, size: int) -> Value:
 
 
 class _Image:
-    """Behave like a file in memory; pages that HDF5 never writes, such as values, take none."""
+    """Behave like a file in memory; pages that HDF5 never writes, such as values, take no space."""
 
     def __init__(self) -> None:
         self.size = self._at = 0

@@ -52,8 +52,8 @@ class Coverage:
             such as boxes in images. These count as the layers' examples, and K-FAC does not warn
             about their number. The loss is a mean over them.
         part_of_batch: names of modules, including all modules inside them, whose calls receive a
-            part of the batch, such as experts, early exits or masked tokens. The loss is a mean over the
-            whole batch, whose number of examples is taken from the other layers.
+            part of the batch, such as experts, early exits or masked tokens. The loss is a mean
+            over the whole batch, whose number of examples is taken from the other layers.
 
     Raises:
         ValueError: a string was passed in place of a sequence of names.
@@ -180,7 +180,7 @@ def alike(first: nn.Module, second: nn.Module) -> bool:
 def offers(
     model: nn.Module, others: Sequence[Other], coverage: Coverage | None = None
 ) -> list[str]:
-    """Return a line for each class of uncovered modules that computes the same as a covered class."""
+    """Return a line for each class of uncovered modules that computes what a covered one does."""
     coverage = coverage or Coverage()
     uncovered = {id(block.tensor) for block in others if block.parameters and not block.ties}
     names: dict[type[nn.Module], list[str]] = {}

@@ -61,7 +61,7 @@ class EmbeddingLayer(Layer):
     def projections(
         self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return rows of `of_inputs`, which are products with unit vectors, and projections of `g`."""
+        """Return rows of `of_inputs`: products with unit vectors; and projections of `g`."""
         rows = of_inputs[0].clone()
         if self.module.padding_idx is not None:
             rows[self.module.padding_idx] = 0

@@ -331,7 +331,7 @@ class Layer:
     # -- gradients and values --------------------------------------------------------------------
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies that write the gradients to the `parts` of a matrix; missing ones are 0.
+        """Return the copies that write gradients to the `parts` of a matrix; missing ones are 0.
 
         Each copy is a pair of target and source; the caller performs the copies of many layers at
         once.
@@ -343,7 +343,7 @@ class Layer:
                 yield part, self.arranged(parameter.grad)
 
     def gradients_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies that write the `parts` of a matrix to the gradients of weight and bias."""
+        """Return the copies that write the `parts` of a matrix to the parameters' gradients."""
         for part, parameter in zip(parts, self.parameters):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
@@ -396,7 +396,7 @@ def place_of(module: nn.Module, parameter: Tensor) -> tuple[nn.Module, str]:
 
 
 def _without_values(parameter: Tensor) -> Tensor:
-    """Return a tensor of a parameter's full shape; the rank may hold only a shard of the parameter."""
+    """Return a tensor with a parameter's full shape, even if the rank holds only a shard."""
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 

@@ -112,8 +112,8 @@ def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, An
     """Return the items of `stepped`, which optimizers create at a parameter's first step.
 
     Raises:
-        ValueError: the shape of an item differs from the parameter's. Optimizers other than torch's can
-            choose their own shapes.
+        ValueError: the shape of an item differs from the parameter's. Optimizers other than torch's
+            can choose their own shapes.
     """
     items: dict[str, Any] = {}
     for key in (key for key in state if key.startswith(OF_OPTIMIZER_STATE)):

@@ -47,7 +47,7 @@ class Codec:
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """The elements of an arena at which messages can be cut; empty if they can be cut anywhere."""
+        """The elements of an arena where a message can be cut; empty if it can be cut anywhere."""
         return ()
 
     @property

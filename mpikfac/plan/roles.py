@@ -4,7 +4,7 @@ Ranks form a grid of `rows` x `columns`. A column owns a group of layers, and th
 column are the gradient workers of these layers; a row crosses all columns. `rows` is the number of
 workers per layer: all ranks in COMM-OPT, 1 rank in MEM-OPT [Pauloski et al., TPDS22].
 
-Items are placed in order of decreasing load, on the rank with the lowest load. All functions are pure.
+Items are placed by decreasing load, on the rank with the lowest load. All functions are pure.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from mpikfac.predict.algorithms import LIBRARIES
 
 Point = tuple[float, float]
 LARGEST = 1e30
-"""The maximum of any value; beyond it, products of values are not finite."""
+"""The maximum of any value; beyond it, products of values can overflow."""
 PRIMITIVES = (
     *("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast", "Send"),
     *("Allgather", "Alltoall, Allgather"),
@@ -36,7 +36,7 @@ class Level:
     """Describe a level of the network by latency and bandwidth.
 
     The latency is the time of the smallest message. The bandwidth is the rate of large messages, in
-    bytes per second and direction: of a rank inside a node, of a whole node between nodes.
+    bytes per second and direction: per rank within a node, and per node between nodes.
     """
 
     latency: float
@@ -68,7 +68,7 @@ class Network:
     """Store the times of a rank's computations in a training step while all ranks compute.
 
     Attributes:
-        batch: images per rank.
+        batch: the number of images per rank.
         backward: the time of the backward pass without statistics.
         statistics: the additional time of a step with new factors.
         gradients: the time to read, check, clip and write back gradients.
@@ -251,13 +251,13 @@ def published_machines() -> list[str]:
 
 
 def interpolated(points: Sequence[Point], at: float) -> float:
-    """Return the value at `at`: linear between points in logarithms, constant beyond the ends."""
+    """Return the value at `at`: linear in logarithms between points, constant beyond the ends."""
     x, y = np.log(np.asarray(points, float)).T
     return float(np.exp(np.interp(math.log(at), x, y)))
 
 
 def fitted(points: Sequence[Point]) -> Level:
-    """Fit a level's `latency + bytes / bandwidth` to `points`, by relative errors."""
+    """Fit a level's `latency + bytes / bandwidth` to `points`, minimising relative errors."""
     size, seconds = np.asarray(points, float).T
     terms = np.stack([1 / seconds, size / seconds], axis=1)
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(size)), rcond=None)[0]

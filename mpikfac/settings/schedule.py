@@ -41,17 +41,17 @@ def every(interval: float | Schedule, step: int, name: str = "interval") -> bool
 
 
 def constant(value: float) -> Schedule:
-    """Return a schedule that is `value` at every step."""
+    """Return a schedule that is always `value`."""
     number = check_size("value", value)
     return lambda _: number
 
 
 def step_decay(value: float, at: Iterable[int], factor: float) -> Schedule:
-    """Return a schedule that is multiplied by `factor` at each step in `at`, from `value` on."""
+    """Return a schedule that starts at `value` and is multiplied by `factor` at the steps `at`."""
     value, factor = check_size("value", value), check_size("factor", factor)
     milestones = [plain(step) for step in at]
     if any(not isinstance(step, int) or step < 0 for step in milestones):
-        raise ValueError(f"at={milestones} must hold whole numbers of at least 0")
+        raise ValueError(f"at={milestones} must contain only whole numbers >= 0")
     if any(later <= earlier for earlier, later in itertools.pairwise(milestones)):
         raise ValueError(f"at={milestones} must be strictly increasing")
     return lambda step: value * factor ** sum(step >= reached for reached in milestones)
@@ -121,7 +121,7 @@ def in_force(name: str, setting: float | Schedule, step: int, below: float = mat
         ValueError: the value is out of bounds; the message calls the setting `name`.
     """
     value = evaluate(setting, step, name)
-    shown = f"{name} at step {step}={value!r}" if callable(setting) else f"{name}={value!r}"
+    shown = f"{name}={value!r} at step {step}" if callable(setting) else f"{name}={value!r}"
     if value >= below:
         raise ValueError(f"{shown} must be at least 0 and below {below:g}")
     if below == math.inf and value == 0:

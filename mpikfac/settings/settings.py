@@ -1,4 +1,4 @@
-"""The hyperparameters of K-FAC, constant or scheduled, and their values at a step."""
+"""The hyperparameters of K-FAC, constant or scheduled, and their values for a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpikfac.settings.schedule import Schedule, evaluate, every, in_force
 
 @dataclass(frozen=True)
 class Numbers:
-    """The values of the hyperparameters at a step; for a first-order step, only `step` is set.
+    """The values of the hyperparameters for a step; for a first-order step, only `step` is set.
 
     Attributes:
         step: the number of steps completed before this one.
@@ -48,7 +48,7 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly be
 class Settings:
     """The hyperparameters of K-FAC, constant or scheduled; see `KFAC` for their meaning.
 
-    They are checked at step 0 on construction, and whenever a step evaluates them.
+    Their values at step 0 are checked on construction, later ones when a step evaluates them.
 
     Raises:
         ValueError: a value is out of bounds; the message names it.
@@ -118,7 +118,7 @@ class Settings:
     def begin(self, step: int) -> float:
         """Return the offset of an update's first example, as a fraction of the distance, in [0, 1).
 
-        Consecutive updates spread their offsets evenly, whatever the interval between them, so
+        Consecutive updates spread their offsets evenly, for any interval between them, so
         that no position is skipped forever in batches whose examples are frames or windows of few
         images.
         """

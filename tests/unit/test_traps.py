@@ -951,7 +951,7 @@ def test_layers_of_two_dtypes_are_refused_with_a_remedy():
     """Oracle: the line."""
     model = network()
     model[2].float()
-    with pytest.raises(ValueError, match=r"convert all by model.to\(...\), .*or freeze 2"):
+    with pytest.raises(ValueError, match=r"convert all with model.to\(...\), .*or freeze 2"):
         trainer(model)
 
 

@@ -16,7 +16,7 @@ SOURCES = ("query", "key", "value")
 
 
 class ProjectionLayer(InnerLayer):
-    """Cover a projection of queries, keys or values or, with `source=""`, of the attention's result."""
+    """Cover a projection of queries, keys, values or (`source=""`) of the attention's result."""
 
     arguments = SOURCES
     module: nn.MultiheadAttention

@@ -1,6 +1,6 @@
 """Find products with a weight in autograd's graph, and record them as linear layers.
 
-A module such as an attention multiplies by its weights itself instead of using submodules. In the graph of
+A module such as an attention multiplies by its weights itself, without submodules. In the graph of
 the forward pass, these products are the nodes that use the transposed weight. A hook on such a node
 receives the gradient of the product. This affects neither other layers nor the module's results.
 """
