@@ -41,8 +41,8 @@ JOINTS: dict[str, type[Choice]] = {
 HEADING = """# Choices that need other choices
 
 `Strategy` and `KFAC` refuse a choice whose needs are not met. They do so before any communication
-and in one line, such as `transport.owner_sums='alltoall' needs transport.fusion=None, not 2: an
-exchange of parts is one message`.
+and in one line, such as `transport.owner_sums='alltoall' needs transport.fusion=None, not 2: the
+parts are exchanged in one message`.
 
 ## Methods and their fields
 

@@ -50,8 +50,8 @@ def reading(path: str | Path, limit: int | None = None, links: bool = False) -> 
 
     Args:
         limit: maximum size of the file in bytes; None for no limit.
-        links: follow a link at the end of `path`; for paths that a user names, not for files in a
-            run's directory.
+        links: whether to follow a link at the end of `path`; for paths that a user names, not for
+            files in a run's directory.
 
     Raises:
         Refused: the path is not a regular file, or the file is too large.
@@ -73,7 +73,7 @@ def writing(
     Args:
         begin: "empty" drops the content, "new" fails if the file exists, and "end" appends to the
             content.
-        named: the user named the path, so links are followed, and devices are accepted.
+        named: whether the user named the path; if so, links are followed and devices accepted.
 
     Raises:
         Refused: the path is not a regular file.

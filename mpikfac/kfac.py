@@ -112,9 +112,9 @@ class KFAC(Trainer):
             models in float64 are never rounded. Only the tensor cores of NVIDIA GPUs compute this
             faster; other devices round without saving time. None: "tf32" on an NVIDIA GPU without
             staleness, otherwise "float32".
-        cuda_graph: record the computation of directions as a CUDA graph, and replay it with a
-            single call in steps whose settings have not changed. Requires an NVIDIA GPU, but has
-            not been tested on one yet.
+        cuda_graph: whether to record the computation of directions as a CUDA graph, and replay it
+            with a single call in steps whose settings have not changed. Requires an NVIDIA GPU, but
+            has not been tested on one yet.
         trace: times the stages; a new trace if None.
 
     Raises:
@@ -295,10 +295,10 @@ class KFAC(Trainer):
 
         Raises:
             ValueError: the set of trained parameters has changed, or the strategy has
-                `shard_optimizer` (the owner of a layer must step it), `overlap` (gradients are sent
-                before the caller can average them), `virtual_ranks` (K-FAC adds their gradients in
-                order), local steps (the caller averages gradients) or `QuadraticModel` (only `step`
-                uses the batch).
+                `shard_optimizer` (the owner of a layer must update it), `overlap` (gradients are
+                sent before the caller can average them), `virtual_ranks` (K-FAC adds their
+                gradients in order), local steps (the caller averages gradients) or `QuadraticModel`
+                (only `step` uses the batch).
         """
         self._check_preconditions()
         self._warn_of_unfinished()

@@ -670,7 +670,7 @@ class FirstOrderTrainer(Trainer):
 
 
 def _split_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> Split:
-    """Return what a plan needs to know about split layers; the `forward` of any of them knows it.
+    """Return what a plan needs to know about split layers, as described by the first of them.
 
     Raises:
         ValueError: the layers are split over a different number of ranks.

@@ -79,7 +79,9 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """
     checkpoint = Checkpoint(Path(path), _read_manifest(Path(path) / durable.MANIFEST))
     if durable.step_of(checkpoint.path) not in (None, checkpoint.step):
-        raise UserError(f"{path} has the manifest of step {checkpoint.step}: renamed or damaged")
+        raise UserError(
+            f"{path} has the manifest of step {checkpoint.step}: it was renamed or damaged"
+        )
     return checkpoint
 
 
@@ -93,7 +95,7 @@ class Checkpoint(Mapping[str, Value]):
     Attributes:
         step: the number of steps that the run had taken.
         writer: the version that wrote the checkpoint, such as "mpikfac 0.1.0"; "" if unknown.
-        digest: BLAKE3 of the manifest, and thus of the checkpoint's whole content.
+        digest: the BLAKE3 digest of the manifest, and thus of the checkpoint's whole content.
         shards: `size` in bytes and `digest` of every file.
 
     Raises:
@@ -198,7 +200,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         )
     sealed = {key: value for key, value in manifest.items() if key != "digest"}
     if manifest.get("digest") != _digest(sealed):
-        raise UserError(f"{path} is damaged: its BLAKE3 does not match")
+        raise UserError(f"{path} is damaged: its BLAKE3 digest does not match")
     try:
         _check_form(manifest)
     except (AttributeError, KeyError, TypeError) as error:

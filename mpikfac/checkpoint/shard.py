@@ -295,7 +295,7 @@ def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
     try:
         with files.reading(path) as file:
             if (length := os.fstat(file.fileno()).st_size) != size:
-                raise UserError(f"{path} is damaged: {length} bytes, {size} were written")
+                raise UserError(f"{path} is damaged: {length} bytes, but {size} were written")
             if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
                 raise UserError(f"{path} has {size:,} bytes; this machine's memory has {memory:,}")
             yield file
@@ -307,4 +307,4 @@ def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
 
 def _compare(path: Path, actual: str, expected: str) -> None:
     if actual != expected:
-        raise UserError(f"{path} is damaged: its BLAKE3 differs from the manifest")
+        raise UserError(f"{path} is damaged: its BLAKE3 digest differs from the manifest")

@@ -26,8 +26,8 @@ def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterat
     message from the lowest failing rank, preceded by `doing`; a `RanksDifferError` keeps its type.
 
     Args:
-        untrusted: the body parses a file's content, so a missing key, a wrong type or a wrong
-            shape also counts as an error in the data.
+        untrusted: whether the body parses a file's content, so a missing key, a wrong type or a
+            wrong shape also counts as an error in the data.
 
     Collective over: comm.
     """

@@ -42,7 +42,7 @@ class Grid:
     Attributes:
         world: all ranks; statistics and gradients are reduced over it.
         column: the gradient workers of a set of layers, to which decompositions are published.
-        row: one rank from every column; preconditioned gradients are published in it.
+        row: one rank from every column, to which preconditioned gradients are published.
         encoded: sends compressed messages, and keeps the compression errors.
         combiner: aggregates the vectors of all ranks with a robust rule, and keeps its state.
 

@@ -80,8 +80,8 @@ class Group:
         required = self._comm.allgather(x.requires_grad and torch.is_grad_enabled())
         if len(set(required)) > 1:
             raise UserError(
-                f"rows require gradients on member {required.index(True)} and not on member "
-                f"{required.index(False)}: call rows.requires_grad_() on all members, also for 0 "
+                f"rows require gradients on member {required.index(True)} but not on member "
+                f"{required.index(False)}: call rows.requires_grad_() on all members, even with 0 "
                 f"rows, or rows.detach() on all"
             )
 

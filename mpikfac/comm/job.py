@@ -148,7 +148,7 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
     if maker is None:
         raise ValueError(f"device={kind!r}, but torch finds no GPU; use device='cpu'")
     if kind not in ("auto", maker.kind):
-        raise ValueError(f"device={kind!r}, but torch finds a GPU named {maker.kind!r}")
+        raise ValueError(f"device={kind!r}, but torch finds a GPU of type {maker.kind!r}")
     chosen = torch.device(maker.kind, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(chosen.index)
     return chosen

@@ -29,7 +29,7 @@ from mpikfac.comm.mpi import MPI, connected
 from mpikfac.errors import RankLostError
 
 SOURCE = re.compile(r"^\[\S*\] ")
-"""The source file whose name begins an error message of gloo."""
+"""The source file that is named at the beginning of gloo's error messages."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -197,7 +197,7 @@ class ProcessGroupComm:
     # -- communicators ---------------------------------------------------------------------------
 
     def _of(self, members: Sequence[int], name: str, sides: Sequence[int] = ()) -> ProcessGroupComm:
-        """Return a communicator of some members; all those of the same members share one group.
+        """Return a communicator of some members; communicators of the same ones share a group.
 
         Collective over: members.
         """
@@ -243,7 +243,7 @@ class ProcessGroupComm:
         return ProcessGroupComm(group, self.name, pool=free)
 
     def Free(self) -> None:
-        """Return the process group of a `Dup`."""
+        """Return the process group of a `Dup` to the pool."""
         if self._pool is not None:
             self._pool.append(self._group)
             self._pool = None

@@ -39,7 +39,7 @@ class Gradients:
         sender: reduces the arena over ranks; an extension can replace it.
         reader: copies gradients from the model, and directions to it.
         broken: the names of blocks whose average contains NaN or infinity, among those that this
-            rank steps; the step does not change them.
+        rank updates; the step does not change them.
         shortened: the factor by which `max_norm` scales the gradients of the step, `[]`; 1.0
             without a bound.
         weight: the rank's weight in averages; its mean over ranks is 1.
@@ -88,7 +88,7 @@ class Gradients:
     # -- local gradients -------------------------------------------------------------------------
 
     def look(self, values: object) -> bool:
-        """Vote on a change of the model, and on `values`, which must be equal on all ranks.
+        """Vote on a change to the model, and on `values`, which must be equal on all ranks.
 
         New parameters are not updated in this step.
 
@@ -185,7 +185,7 @@ class Gradients:
     def average(self) -> None:
         """Average the arena over ranks, either on all ranks or each block only on its updater.
 
-        Collective over: world, or the ranks that step the same replica of the model, or none.
+        Collective over: world, or the ranks that update the same replica of the model, or none.
 
         Raises:
             ValueError: parts of the batch are missing.
@@ -220,7 +220,7 @@ class Gradients:
         self.site.nonfinite.note("gradient", answered, step, "not changed in this step")
 
     def write(self, slots: Iterable[Slot]) -> None:
-        """Set the gradients of the blocks that the rank steps to the values of `slots`."""
+        """Set the gradients of the blocks that the rank updates to the values of `slots`."""
         copies: list[tuple[Tensor, Tensor]] = []
         with self.site.trace.stage(names.WRITE_BACK):
             for slot in slots:
@@ -278,7 +278,7 @@ class Gradients:
             block.abort_batch()
 
     def stepped(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters that the rank's optimizer steps, by name."""
+        """Return the parameters that the rank's optimizer updates, by name."""
         stepped = {id(parameter) for parameter in self.reader.stepped}
         return {name: p for name, p in model.named_parameters() if id(p) in stepped}
 

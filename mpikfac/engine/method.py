@@ -99,7 +99,7 @@ class Method:
             part.abort_batch()
 
     def prepare_change(self) -> None:
-        """Prepare for a change of the trained parameters, before the method is created again.
+        """Prepare for a change to the trained parameters, before the method is created again.
 
         Collective over: world.
 
@@ -188,5 +188,5 @@ class MethodFactory:
         return exchange_of(site, gradients)
 
     def update(self, gradients: Gradients, exchange: OneModel) -> Everyone:
-        """Return the object that clips and steps the model."""
+        """Return the object that clips and updates the model."""
         return update_of(gradients)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mpikfac.errors import UserError
 from mpikfac.layers import Layer, skipping
 
-LEAST_DAMPING = 1e-8  # in float32
+LEAST_DAMPING = 1e-8  # a smaller one causes a warning in float32
 TOLERATED = 3  # the number of times in a row that a value can be non-finite before the run ends
 
 log = logging.getLogger("mpikfac")
@@ -47,7 +47,7 @@ class Nonfinite:
         instead: str,
         tried: Collection[str] | None = None,
     ) -> None:
-        """Record that `names` were not finite at `step`, and that the rest of `tried` was.
+        """Record that `names` were not finite at `step`, but all others in `tried` were.
 
         Args:
             instead: the consequence, for the log.

@@ -53,7 +53,7 @@ class Everyone:
         return [name for name in names if name not in broken]
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step the model.
+        """Update the model.
 
         Collective over: world if the optimizer is sharded, otherwise none.
         """

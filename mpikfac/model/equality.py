@@ -185,7 +185,7 @@ class Writes:
         if addresses == self._views[0]:
             return self._views[1]
         samples = [_sample(weight) for weight in self._weights.values()]
-        # Keep no copies, made for weights with gaps in memory, and no memory of a GPU.
+        # Keep only views, not copies of weights with gaps in memory, and only on the CPU.
         are_views = all(
             sample.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
             for sample, weight in zip(samples, self._weights.values())

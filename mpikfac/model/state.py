@@ -141,7 +141,7 @@ def fitting(
     A tensor that shares memory with `like`, as in the trainer's own state, is copied.
 
     Args:
-        rounded: real values can have a different real dtype.
+        rounded: whether real values can have a different real dtype.
 
     Raises:
         ValueError: an item is missing or differs; the message states the name of the first one, and
@@ -242,13 +242,13 @@ def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | 
 def hand_over_state(
     comm: Comm, model: nn.Module, optimizer: Optimizer, before: Stepped, after: Stepped
 ) -> None:
-    """Send the optimizer's state to the ranks that will step the parameters.
+    """Send the optimizer's state to the ranks that will update the parameters.
 
     Collective over: comm.
 
     Args:
-        before: the parameters that the rank has stepped, by name.
-        after: the parameters that the rank will step.
+        before: the parameters that the rank has updated, by name.
+        after: the parameters that the rank will update.
     """
     present = dict(model.named_parameters())
     held = {

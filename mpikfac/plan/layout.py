@@ -32,7 +32,7 @@ class Layout:
         return self.bounds[-1]
 
     def place(self, name: str) -> tuple[int, int]:
-        """Return the first and last (exclusive) element of a block."""
+        """Return the start and stop of a block's elements."""
         start = self.offsets[name]
         return start, start + math.prod(self.shapes[name])
 
@@ -41,13 +41,13 @@ class Layout:
         return tuple(stop - start for start, stop in zip(self.bounds, self.bounds[1:]))
 
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Return the first and last (exclusive) element of the padding after every block."""
+        """Return the start and stop of the padding after every block."""
         behind = [*list(self.offsets.values())[1:], self.size]
         ends = (self.place(name)[1] for name in self.offsets)
         return tuple((end, start) for end, start in zip(ends, behind) if end < start)
 
     def segments(self) -> list[tuple[int, int]]:
-        """Return the first and last (exclusive) element of every segment."""
+        """Return the start and stop of every segment's elements."""
         return list(zip(self.bounds, self.bounds[1:]))
 
     def spans(self, kind: Callable[[str], Hashable]) -> list[Span]:

@@ -51,7 +51,7 @@ def of_statistics(
     """Return the layout of sums of factors and their counts.
 
     Args:
-        square: factors are square matrices, not packed.
+        square: whether factors are square matrices, not packed.
     """
     factors = by_form(factors)
     sums = [(factor.name, factor.block(2) if square else factor.packed) for factor in factors]

@@ -32,7 +32,7 @@ class RankPlan:
         grid: all ranks as rows and columns.
         layers: the covered layers.
         uncovered: names and shapes of uncovered tensors that are sent with the gradients.
-        means: names of those `uncovered` that are always averaged over ranks.
+        means: the names of those tensors in `uncovered` that are always averaged over ranks.
         updaters: the rank that updates each layer or uncovered parameter, if the optimizer is
             sharded.
         preconditioners: the run's preconditioner, then the layers with a different one: "eigen, fc:

@@ -47,8 +47,8 @@ class Plan:
     Attributes:
         layers: covered layers in model order.
         uncovered: names and shapes of uncovered tensors that are sent with the gradients.
-        means: names of those `uncovered` that are always averaged over ranks: running statistics
-            and votes.
+        means: the names of those tensors in `uncovered` that are always averaged over ranks:
+            running statistics and votes.
         forms: descriptions of preconditioners: the run's, then those that layers name.
         itemsize: bytes per value, except in running averages and decompositions.
         columns_of: the column of every layer.
@@ -169,9 +169,9 @@ class Plan:
         A refresh counts as part of the step, even if decompositions are published later.
 
         Args:
-            statistics: the step computes new factors (`factor_update_steps`).
-            refresh: the step decomposes factors (`inv_update_steps`).
-            clip: the step is clipped, which needs a message only if no rank has all directions.
+            statistics: whether the step computes new factors (`factor_update_steps`).
+            refresh: whether the step decomposes factors (`inv_update_steps`).
+            clip: whether the step is clipped; this needs a message if no rank has all directions.
             turn: the slot of a staggered refresh, which covers some of the layers; None for all.
         """
         return step_messages(self.of(rank), statistics, refresh, clip, turn)
@@ -198,7 +198,7 @@ def plan_for(
         itemsize: bytes per element.
         factor_itemsize: bytes per element of running averages; `itemsize` if None.
         basis_itemsize: bytes per element of decompositions; `itemsize` if None.
-        means: names of `uncovered` that are always averaged over ranks: running statistics, votes.
+        means: the names of those tensors in `uncovered` that are always averaged over ranks.
         split: the split layers of the model.
         sharding: the parameters of which each rank holds a shard.
 

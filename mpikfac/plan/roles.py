@@ -54,7 +54,7 @@ class Factor(FactorShape):
         packed: the shape in which the factor is recorded, kept and sent.
         blocks: the decomposition's blocks; gradients are multiplied by the first one.
         counted: the name of the number of examples, next to the factor's sum.
-        added: the name of the damping, next to the factor in a request to a curvature server.
+        added: the name of the factor's damping in a request to a curvature server.
     """
 
     layer: str

@@ -257,7 +257,7 @@ def _elements(factor: FactorShape) -> int:
 def check_layers(
     table: Sequence[Combination], layers: Iterable[LayerShape], choices: Choices
 ) -> None:
-    """Check that `choices`, with each layer's preconditioner, rank and diagonal, meet `table`.
+    """Check that `choices`, with each layer's preconditioner, rank and diagonal, satisfy `table`.
 
     Raises:
         ValueError: see `check`; the message names a layer that sets its own preconditioner, rank or

@@ -272,9 +272,9 @@ def precondition_seconds(
 ) -> float:
     """Return the time in which `rank` preconditions its layers, in seconds.
 
-    It is the layers' fraction of a time measured for all layers, or else a sum over products. For
-    vectors, it is the fraction of elements. Measured times include making directions
-    orthogonal.
+    It is a fraction of the time measured for all layers: the fraction of multiplications or, for
+    vectors, of elements. Without a measurement, it is a sum over products. Measured times include
+    making directions orthogonal.
 
     Args:
         orthogonal: whether the directions are made orthogonal.

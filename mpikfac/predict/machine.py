@@ -209,7 +209,7 @@ def machine_from_json(text: str | bytes) -> Machine:
         values["products"] = _points(values["products"], "products")
     if not isinstance(values["decompositions"], dict):
         content = reprlib.repr(values["decompositions"])
-        raise ValueError(f"decompositions is {content}, not an object by preconditioner")
+        raise ValueError(f"decompositions is {content}, not an object with preconditioners as keys")
     values["decompositions"] = {
         preconditioner: _points(points, f"decompositions.{preconditioner}")
         for preconditioner, points in values["decompositions"].items()
@@ -320,7 +320,7 @@ def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:
     names = [spec.name for spec in fields(kind)]
     if extra := set(entry) - set(names):
         first, known_keys = reprlib.repr(min(extra)), ", ".join(names)
-        raise ValueError(f"{key} has the unknown key {first}; known are {known_keys}")
+        raise ValueError(f"{key} has the unknown key {first}; known keys are {known_keys}")
     for spec in fields(kind):
         if spec.name not in entry and spec.default is spec.default_factory is MISSING:
             raise ValueError(f"{key} lacks the key {spec.name!r}")

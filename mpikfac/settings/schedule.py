@@ -97,7 +97,7 @@ SETTLED = 160
 
 
 def growing(interval: int, multiple: int = 1) -> Schedule:
-    """Return a schedule from a tenth of the interval at step 0 to the interval at step 160.
+    """Return a schedule that grows from a tenth of the interval at step 0 to all of it at 160.
 
     The tenth is doubled at steps 20, 40 and 80. The first factors average few batches, and weights
     move fastest at the beginning.

@@ -24,8 +24,8 @@ class Numbers:
         momentum: the momentum of gradients, before they are preconditioned.
         refreshes: whether a refresh of decompositions, or one slot of it, begins.
         turn: the slot of the refresh that `step` belongs to; None without slots.
-        factor_update_steps: the interval between updates of factors at the next step.
-        inv_update_steps: the interval between decompositions at the next step.
+        factor_update_steps: the interval between updates of factors, for the next step.
+        inv_update_steps: the interval between decompositions, for the next step.
     """
 
     step: int

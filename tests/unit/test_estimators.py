@@ -296,7 +296,7 @@ def test_a_state_without_a_layers_factors_is_refused_by_its_reason(comm, saved):
     for kfac in (first, second):
         LOSSES["cross-entropy"](kfac.model(inputs())).backward()
         kfac.step()
-    told = "is missing; its layer was frozen, or had different factors, .* use the fisher_type and"
+    told = "is missing; its layer was frozen, or had different factors, .* use the same fisher_type"
     with pytest.raises(mpikfac.UserError, match=told):
         second.load_state_dict(first.state_dict())
     if saved != "blocks":

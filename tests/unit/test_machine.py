@@ -111,7 +111,7 @@ def changed(**values):
     [
         ("{", "line 1 is not JSON"),
         ("[]", "the file is [], not an object of keys and values"),
-        (changed(speed=1), "the file has the unknown key 'speed'; known are name, inside"),
+        (changed(speed=1), "the file has the unknown key 'speed'; known keys are name, inside"),
         ('{"name": "a"}', "the file lacks the key 'inside'"),
         (changed(inside={"latency": 1}), "inside lacks the key 'bandwidth'"),
         (changed(inside={"latency": 1, "bandwidth": 0}), "inside.bandwidth=0 must be a finite"),
@@ -123,7 +123,10 @@ def changed(**values):
         (changed(hidden=2), "hidden=2 must be a number from -10 to 1"),
         (changed(networks=None), "networks is None, not a list"),
         (changed(networks=[BARE | {"batch": 0}]), "networks.batch=0 must be a whole number"),
-        (changed(decompositions=[]), "decompositions is [], not an object by preconditioner"),
+        (
+            changed(decompositions=[]),
+            "decompositions is [], not an object with preconditioners as keys",
+        ),
         (changed(between=None), "ranks_per_node=4 and between=None belong together"),
         (changed(samples=[SAMPLE | {"ranks": "4"}]), "samples.ranks='4' must be a whole number"),
         (changed(samples=[SAMPLE | {"primitive": "AllReduce"}]), "must be one of Allreduce, "),

@@ -25,10 +25,10 @@ class Encoded:
     """Execute messages that have a codec, except for reductions that MPI computes itself.
 
     Attributes:
-        memory: what a rank keeps for the next step. A stage is the key of the residuals of its
-            arena: the encoding errors, which are added to the next message. A stage and LATER are
-            the key of the velocity of values that have not been sent yet. A stage, a span and LAST
-            are the key of the result of the codec's last reduction.
+        memory: what a rank keeps for the next step, by key. `stage`: the residuals of the stage's
+            arena, which are the encoding errors that are added to the next message. `(stage,
+            LATER)`: the velocity of values that have not been sent yet. `(stage, span, LAST)`: the
+            result of the last reduction of a message's codec.
     """
 
     def __init__(self, direct: bool, memory: dict[Hashable, Tensor] | None = None) -> None:

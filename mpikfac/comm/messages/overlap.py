@@ -58,8 +58,8 @@ class OverlappedSums:
         """
         if block in self.ready_blocks:
             raise RuntimeError(
-                f"{block!r} was sent before this backward pass; with overlap=True a step has one "
-                f"backward pass, in which a layer is used once; after a step that raised an error, "
+                f"{block!r} was sent before this backward pass; with overlap=True a step needs one "
+                f"backward pass that uses each layer once; after a step that raised an error, "
                 f"call trainer.load_state_dict(trainer.state_dict()) on all ranks"
             )
         self.ready_blocks.add(block)

@@ -106,7 +106,7 @@ class Bases(Part):
         return Held(a, g, denominators, scales)
 
     def _side(self, layers: Sequence[PlannedLayer], side: str, kind: str) -> list[Tensor]:
-        """Return the block of a kind for every factor of a side, or a stack for equal layers."""
+        """Return every factor's block of a kind, for a side; equal layers' blocks as one stack."""
         of_layers = [
             [b.name for f in layer.side(side) for b in f.blocks if b.kind == kind]
             for layer in layers

@@ -218,7 +218,7 @@ class Background:
 
 
 class FactorStack(NamedTuple):
-    """Factors of equal preconditioner and order, decomposed in one call; on a CPU, a single factor.
+    """Factors with the same preconditioner and order, for a single call; one factor on a CPU.
 
     Attributes:
         packed: the factors, `[factors, ...]`, in the dtype in which they are decomposed.

@@ -199,7 +199,7 @@ class DistributedPreconditioner(Method):
     def _average_statistics(self, numbers: Numbers) -> None:
         """Average the batch's statistics over ranks and over time."""
         weight = self.gradients.weight_of_statistics
-        if not self.factors.sender.in_parts and self.gradients.weight:  # or nothing is left to do
+        if not self.factors.sender.in_parts and self.gradients.weight:  # else nothing is left to do
             self._finish_statistics()
             self.factors.send_rest()
         for part in self.of_preconditioner:

@@ -21,7 +21,7 @@ class EigenbasesGraft(AdamGraft):
     """Take Adam's step with momentum, in each layer's eigenbases.
 
     Momenta are stored in the basis of the weights. When bases change, averages of squares are not
-    converted. Uncovered parameters take Adam's step, whose averages decay equally fast.
+    converted. Uncovered parameters take Adam's step; its averages use the same decay.
     """
 
     KIND, DECAY = ROTATED, 0.95  # as published
@@ -76,5 +76,5 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _copy_finite(source: Tensor, out: Tensor) -> None:
-    """Copy finite values to `out`, and 0 for all others, which occur if bases are missing."""
+    """Copy finite values to `out`; all others, which occur if bases are missing, become 0."""
     torch.nan_to_num(source, 0.0, 0.0, 0.0, out=out)

@@ -88,7 +88,7 @@ def leave_out_broken(
 class Factors(Part):
     """The factors on this rank, averaged over ranks whenever a batch has statistics.
 
-    Every example has the same weight on every rank: a batch's factors are sums over examples,
+    Examples have the same weight on all ranks: a batch's factors are sums over examples,
     which are all-reduced together with the numbers of examples, and averages over time weight
     batches by these numbers. If a batch has no examples for a layer, the layer's averages are kept.
 

@@ -230,11 +230,11 @@ class AdamGraft(Graft):
             nesterov([self._means[name] for name in sound], momenta, momentum)
 
     def write(self, found: Sequence[Tensor]) -> None:
-        """Write directions with the lengths of Adam's steps; step uncovered parameters with Adam.
+        """Write directions with the lengths of Adam's steps, and steps for uncovered parameters.
 
         Lengths are at most `max_trust_ratio` times the norm of the layer's weights; there is no
         limit if the weights are all 0, so that the layer can start learning. Parameters that
-        another optimizer steps keep their gradients.
+        another optimizer updates keep their gradients.
         """
         steps = self._adam.take(self._numerators)
         super().write(self.turned(found, steps))

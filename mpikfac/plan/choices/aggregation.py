@@ -68,8 +68,8 @@ class Aggregation(Choice):
         """Return the rule for messages that contain factors, a `FactorAggregation`.
 
         Args:
-            blocks: first and last (exclusive) element of each factor, and the position of its
-                number of examples.
+            blocks: the start and stop of each factor's elements, and the position of its number of
+                examples.
         """
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class FactorAggregation:
     """A rule that combines blocks of statistics, each with its number of examples.
 
     Attributes:
-        blocks: first and last (exclusive) element of each block, and the position of its number of
+        blocks: the start and stop of each block's elements, and the position of its number of
             examples.
     """
 

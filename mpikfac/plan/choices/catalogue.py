@@ -89,7 +89,7 @@ NAMED: dict[str, Named] = {
     ),
     "sharded-optimizer": Named(
         "Gradients and factors are reduced to a layer's owner, which decomposes, preconditions and "
-        "steps it; weights are gathered",
+        "updates it; weights are gathered",
         "CVPR19",
         "(P-1)/P 4T + 0 + 0",
         Strategy(_SHARDED),

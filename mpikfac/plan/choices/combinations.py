@@ -94,8 +94,8 @@ class Combination:
     Attributes:
         choice: the name of the choice.
         values: the values that have requirements; None for all values except `default`.
-        needs: the required value of other choices, by name; or an `AtLeast`, `Above`, `OneOf` or
-            `Same`.
+        needs: the required values of other choices, by name; a value can also be an `AtLeast`,
+            `Above`, `OneOf` or `Same`.
         why: the reason, as the end of a sentence.
         default: the value without requirements, if `values` is None.
         any_of: it is enough if one requirement is met.

@@ -24,7 +24,7 @@ class Strategy:
     published method, `mpikfac.lab` has more of them, and you can derive your own.
 
     Attributes:
-        assignment: which ranks decompose factors, precondition gradients and step weights.
+        assignment: which ranks decompose factors, precondition gradients and update weights.
         sync: what ranks exchange to train one model, and when.
         compression: how values are encoded in messages.
         refresh: when factors are decomposed, and by which ranks.

@@ -86,7 +86,7 @@ class Sliced:
     dim: int
 
     def span(self, member: int, tp_size: int) -> tuple[int, int]:
-        """Return the first and last (exclusive) index of a member's slice."""
+        """Return the start and stop index of a member's slice."""
         return span(self.shape[self.dim], member, tp_size)
 
     def slice_of(self, member: int, tp_size: int) -> tuple[str, Shape]:
@@ -124,7 +124,7 @@ class Split:
 
 
 def span(count: int, member: int, tp_size: int) -> tuple[int, int]:
-    """Return the first and last (exclusive) of `count` channels that a group's member has."""
+    """Return the start and stop of those of `count` channels that a group's member has."""
     return count * member // tp_size, count * (member + 1) // tp_size
 
 

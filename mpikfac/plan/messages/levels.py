@@ -1,4 +1,4 @@
-"""Messages in two levels: inside nodes, and between nodes.
+"""Messages in two levels: within nodes, and between nodes.
 
 The ranks of a node sum what leaves the node before it is sent, and distribute what arrives.
 The members of a team are numbered node by node, with the same number on every node. The members on

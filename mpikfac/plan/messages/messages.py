@@ -27,7 +27,7 @@ class Message:
             parts to other parts of the same elements.
         over: "world", "column" or "row", or one level of these; or "curvature", the
             intercommunicator to curvature servers.
-        spans: first and last (exclusive) elements in the stage's arena. For Reduce_scatter,
+        spans: starts and stops of elements in the stage's arena. For Reduce_scatter,
             Alltoall, Allgatherv and "Isend, Irecv": every member's part, in order; for Alltoallv:
             the rows for every member, in order.
         root: the destination of a Reduce or Send, or the source of a Bcast or Recv.
@@ -38,7 +38,7 @@ class Message:
         codec: the encoding; None for unencoded values.
         rule: the rule that combines the values of ranks; None for sums and copies.
         to: for "Isend, Irecv", every member's part after the message, in order.
-        sizes: for Alltoallv, bytes from every member to every member.
+        sizes: for Alltoallv, the bytes from every member to every member.
     """
 
     stage: str

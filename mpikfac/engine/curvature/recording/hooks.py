@@ -36,7 +36,7 @@ log = logging.getLogger("mpikfac")
 
 
 class RecordingHooks(Part):
-    """Record the calls of layers that count, using `moments`.
+    """Record those calls of layers that count, in the `moments`.
 
     A call counts if the model is in `train()` mode, recording is not paused, and a backward pass
     computes gradients of parameters from it. Calls that trace or export the model do not count. If

@@ -310,7 +310,7 @@ def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
 
 
 def _check_rows(layer: Layer, examples: int, rows: int) -> None:
-    """Check that the number of rows of the outputs is the number of examples.
+    """Check that the number of rows of the outputs equals the number of examples.
 
     Raises:
         ValueError: outputs have a row for each position, so the gradients of positions would mix.
