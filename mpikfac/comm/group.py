@@ -96,7 +96,7 @@ class Group:
         return _joined(received, dim)
 
     def gather_rows(self, x: Tensor, counts: Sequence[int], stage: str) -> Tensor:
-        """Return the rows of all members, ordered by member, who have `counts` rows each.
+        """Return the rows of all members, ordered by member; members have `counts` rows.
 
         Collective over: group.
         """
@@ -180,7 +180,7 @@ def _elements_per_row(x: Tensor) -> int:
 
 
 def _parts(x: Tensor, count: int, dim: int) -> Tensor:
-    """Split `x` along `dim` into equal parts, and return them as a contiguous `[count, ...]`."""
+    """Split `x` along `dim` into equal parts; return them as a contiguous tensor `[count, ...]`."""
     return (
         x.unflatten(dim, (count, x.shape[dim] // count))
         .movedim(dim if dim >= 0 else dim - 1, 0)

@@ -75,7 +75,7 @@ class Gradients:
         self.keep()
 
     def _reader_of(self, model: nn.Module) -> Reader:
-        """Return the reader for the sender, or for a model of which the rank holds shards."""
+        """Return the reader that suits the sender or, for a sharded model, the shards."""
         if self.plan.sharding:
             return ShardReader(self.slots, self.sender, self.site, self.blocks, model)
         return (EarlyReader if self.sender.early else Reader)(self.slots, self.sender)

@@ -110,7 +110,7 @@ class PlannedLayer:
 
     @property
     def form(self) -> Hashable:
-        """What layers of equal shape have in common, wherever they are placed."""
+        """What layers of equal shape have in common, regardless of their placement."""
         blocks = [(factor.side, *(b[1:] for b in factor.blocks)) for factor in self.factors]
         return self.preconditioner.name, self.rescaled, self.shape.gradient, tuple(blocks)
 

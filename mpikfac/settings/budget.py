@@ -74,7 +74,7 @@ class Budget:
     # -- cuts ------------------------------------------------------------------------------------
 
     def cut(self, layer: LayerShape, spatial: bool = False) -> LayerShape:
-        """Return the layer with blocks of at most 128 rows, or half a batch's number of vectors.
+        """Return the layer with blocks of at most 128 rows, or half as many as a batch has vectors.
 
         With larger blocks, a direction would cost more than the passes of the layer, and a batch
         would have too few vectors to estimate them. Layers without vectors in the batch, such as

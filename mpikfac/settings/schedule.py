@@ -19,7 +19,7 @@ def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
     """Return the value of a number or a schedule at `step`.
 
     Raises:
-        ValueError: the value is negative, infinite or not a number; the message calls it `name`.
+        ValueError: the value is negative, infinite or NaN; the message refers to it as `name`.
     """
     if callable(value):
         return check_size(f"schedule {name} at step {step}", value(step))
@@ -32,7 +32,7 @@ def every(interval: float | Schedule, step: int, name: str = "interval") -> bool
     Step 0 is a multiple of every interval.
 
     Raises:
-        ValueError: the interval is not a whole number >= 1; the message calls it `name`.
+        ValueError: the interval is not a whole number >= 1; the message refers to it as `name`.
     """
     steps = evaluate(interval, step, name)
     if steps < 1 or steps != int(steps):
@@ -118,7 +118,7 @@ def in_force(name: str, setting: float | Schedule, step: int, below: float = mat
     """Return a setting's value at `step`: positive, or in [0, `below`) if `below` is given.
 
     Raises:
-        ValueError: the value is out of bounds; the message calls the setting `name`.
+        ValueError: the value is out of bounds; the message refers to it as `name`.
     """
     value = evaluate(setting, step, name)
     shown = f"{name}={value!r} at step {step}" if callable(setting) else f"{name}={value!r}"

@@ -37,7 +37,7 @@ class Bases(Part):
         stacks: the layers that this rank preconditions, with their decompositions; on a GPU,
             layers of the same kind and shape form one stack.
         ready: whether the rank has decompositions.
-        turn: the slot of the refresh to be published next; None for all layers.
+        turn: the slot whose decompositions are published next; None for all layers.
         decomposer: decomposes the rank's factors.
     """
 
@@ -250,7 +250,7 @@ class Bases(Part):
         return {PRECONDITIONER: self.plan.preconditioners} if self.ready else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the arena and, after waiting for them, pending decompositions, by name."""
+        """Wait for pending decompositions, and return them and the arena, by name."""
         state = super().state_dict()
         if self._pending is not None:
             finished = self._pending()

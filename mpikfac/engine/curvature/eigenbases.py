@@ -52,7 +52,7 @@ class EigenbasesGraft(AdamGraft):
             _copy_finite(damped_squares(rotated, stack.held).sqrt(), sizes)
 
     def write(self, found: Sequence[Tensor]) -> None:
-        """Write Adam's steps, from momenta in eigenbases, as directions."""
+        """Write Adam's steps, computed from momenta in eigenbases, as directions."""
         for stack, rotated in zip(self.stacks, found):
             _copy_finite(rotated, stack.direction)
         super().write(found)

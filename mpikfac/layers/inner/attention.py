@@ -37,7 +37,7 @@ class ProjectionsLayer(Layer):
     The groups have separate factors and numbers of positions, like three linear layers.
 
     Args:
-        watched: for each group, the weight whose product is to be found, and the part of it.
+        watched: for each group, the weight whose product is to be found, and the index of its part.
     """
 
     def __init__(

@@ -45,11 +45,11 @@ class Aggregation(Choice):
         raise NotImplementedError
 
     def weights(self, products: Any) -> Any:
-        """Return the weights of the vectors, `[ranks]`, for all inner products `[ranks, ranks]`."""
+        """Return the vectors' weights `[ranks]`, given their inner products `[ranks, ranks]`."""
         raise NotImplementedError
 
     def combiner(self, ranks: int, like: Any, first: int) -> Any:
-        """Return an object that combines shards by inner products, and remembers earlier steps.
+        """Return an object that combines shards using inner products, and remembers earlier steps.
 
         It is a `mpikfac.numerics.ByVector` with the same arguments; None if the rule's weights are
         enough.

@@ -30,9 +30,9 @@ class Named:
             triangles and vectors, 4N are those of all gradients, and 4R those of the matrices that
             replace gradients.
         strategy: the choices, for any number of ranks.
-        same: whether the estimator is the same as on one rank: results equal those of a single
-            process with the joined batch and the same `refresh`, if shards have equal sizes or
-            statistics use all examples (`subsample=1`).
+        same: whether the estimator is the same as on one rank. If so, results equal those of a
+            single process with the joined batch and the same `refresh`, provided that shards have
+            equal sizes or statistics use all examples (`subsample=1`).
         settings: settings of `KFAC` that belong to the method.
     """
 

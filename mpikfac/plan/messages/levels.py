@@ -3,8 +3,8 @@
 The ranks of a node sum what leaves the node before it is sent, and distribute what arrives.
 The members of a team are numbered node by node, with the same number on every node. The members on
 a node form a team, and so do the members at the same position on their nodes. A collective of the
-whole team becomes a few collectives of these smaller teams, so the plan determines what crosses the
-network, whatever MPI does. Encoded messages are encoded only between nodes.
+whole team becomes a few collectives of these smaller teams, so the plan, not MPI, determines what
+crosses the network. Encoded messages are encoded only between nodes.
 """
 
 from __future__ import annotations
