@@ -216,7 +216,7 @@ def machine_from_json(text: str | bytes) -> Machine:
     }
     for network in values["networks"]:
         if network.precondition is None and not values.get("products"):
-            raise ValueError(f"set products, or precondition of model={network.model!r}")
+            raise ValueError(f"set products, or precondition for model={network.model!r}")
     return Machine(**values)
 
 

@@ -19,7 +19,7 @@ def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
     """Return the value of a number or a schedule at `step`.
 
     Raises:
-        ValueError: the value is negative, infinite or NaN; the message refers to it as `name`.
+        ValueError: it is not a finite number >= 0; the message refers to it as `name`.
     """
     if callable(value):
         return check_size(f"schedule {name} at step {step}", value(step))

@@ -80,7 +80,7 @@ class Outbox:
         letter = Letter(urgency, list(pieces), len(pieces))
         with self._changed:
             if self._closed:
-                raise RuntimeError(f"message {number} comes after close(): no step may follow it")
+                raise RuntimeError(f"message {number} comes after close(); take no steps after it")
             if number in self._letters:
                 raise ValueError(f"message {number} is already being sent")
             self._letters[number] = letter
