@@ -239,7 +239,7 @@ class _Begun:
 
 def _begin(comm: Comm, root: Path, items: Mapping[str, Value], step: int, keep: int) -> _Begun:
     if not isinstance(step, SupportsIndex) or step < 0 or keep < 1:
-        raise ValueError(f"step={step} and keep={keep} must be integers >= 0 and >= 1")
+        raise ValueError(f"step={step} and keep={keep} must be integers, >= 0 and >= 1")
     step = operator.index(step)  # JSON has no NumPy integers
     agree(comm, {"root": str(root), "step": step, "keep": keep})
     items = {name: value for name, value in items.items() if name != PARAM_GROUPS}

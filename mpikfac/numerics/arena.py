@@ -131,7 +131,7 @@ class Parts:
             ValueError: some parts are missing.
         """
         if self._taken < len(self):
-            raise ValueError(f"step() needs {len(self)} parts; accumulate() took {self._taken}")
+            raise ValueError(f"step() needs {len(self)} parts, but has {self._taken}")
         self.clear()
         return self._stored
 
