@@ -180,7 +180,7 @@ class Grid:
         comm, size, sizes = self._teams[message.over], sent.element_size(), message.sizes
         outgoing = [count // size for count in sizes[comm.rank]]
         incoming = [row[comm.rank] // size for row in sizes]
-        most = max(map(sum, [*sizes, *zip(*sizes)]))  # over all members, so that all raise or none
+        most = max(map(sum, [*sizes, *zip(*sizes)]))  # over all members: all raise, or none
         check_sendable(message.stage, most // size)
         with (
             self._buffers.both(sent, received, message.stage) as buffers,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from mpikfac.plan import check_size
 from mpikfac.settings import in_force
 
-LARGEST = 1e6  # of a rate or a decay; a larger value is a mistake
+LARGEST = 1e6  # a larger learning rate or weight decay is a mistake
 
 
 class Descent(Optimizer):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # programs print help from this file, and importing torch tak
 
 # The minimum counts for estimating a layer's factors from a batch, over all ranks together.
 LEAST_EXAMPLES = 32
-LEAST_VECTORS = 3  # for each row of the layer's largest factor
+LEAST_VECTORS = 3  # per row of the layer's largest factor
 
 
 @lru_cache(maxsize=1024)  # nearly all calls of a layer have the same sizes

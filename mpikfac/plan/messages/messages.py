@@ -11,10 +11,10 @@ from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, Codec
 from mpikfac.plan.layout import ALIGNMENT, Layout, Span
 
 Kind = Callable[[str], Hashable]
-# Elements that are reduced at once: MPI's temporaries stay small and in cache, which is faster than
-# reducing everything at once and needs less memory.
+# The number of elements to reduce at once: MPI's temporaries stay small and in the cache, which is
+# faster and needs less memory than reducing everything at once.
 PIECE = 2**22
-BATCH = 2**18  # elements of a batch of overlapped reductions, and of a piece of one reduction
+BATCH = 2**18  # elements per batch of overlapped reductions, and per piece of one reduction
 
 
 @dataclass(frozen=True)
