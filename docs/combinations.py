@@ -42,7 +42,7 @@ HEADING = """# Choices that need other choices
 
 `Strategy` and `KFAC` reject a choice if it needs another choice that was not made. They do so
 before any communication, with a one-line error such as `transport.owner_sums='alltoall' needs
-transport.fusion=None, not 2: an exchange of parts is one message`.
+transport.fusion=None, not 2: the parts are exchanged in one message`.
 
 ## Methods and their fields
 

@@ -228,7 +228,7 @@ def test_training_with_the_largest_gradients(comm, choices):
 def test_a_momentum_is_not_taken_twice(comm):
     """Oracle: the line, from both trainers, before any communication."""
     strategy = Strategy(compression=Compression(gradients=TopK(momentum=0.9)))
-    line = "momentum=0.9 needs an optimizer without momentum, not with 0.9"
+    line = "momentum=0.9 needs an optimizer with momentum 0, not 0.9"
     model = problem.network()
     for make in (problem.kfac, FirstOrderTrainer):
         for optimizer in (problem.sgd(model), problem.adam(model)):
