@@ -15,6 +15,7 @@ from mpikfac.lab import (
     self_influence,
     variances_memory,
 )
+from support import inside
 from support.allocated import Allocated
 from support.curved import losses
 
@@ -66,8 +67,7 @@ def counted(call):
 @pytest.mark.parametrize("elements", [2**24, 2**18])
 def test_the_plan_is_what_is_allocated(curvature, monkeypatch, elements):
     """Oracle: all storages that exist at a time, counted operation by operation."""
-    for module in ("records", "memory"):
-        monkeypatch.setattr(f"mpikfac.lab.curvature.{module}.ELEMENTS", elements)
+    inside.elements_at_a_time(monkeypatch, elements)
     examples, queries = data(EXAMPLES), data(QUERIES)
     one = [tensor[:1] for tensor in examples]
     planned = influence_memory(curvature, losses, one, EXAMPLES, QUERIES)
