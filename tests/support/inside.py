@@ -28,7 +28,8 @@ from mpikfac.engine.curvature.recording.retained import RetainedGradients
 from mpikfac.engine.curvature.scales import Scales
 from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.lab import AsyncSGD
-from mpikfac.lab.curvature import memory, records
+from mpikfac.lab.curvature import memory as planned_memory
+from mpikfac.lab.curvature import records
 from mpikfac.lab.curvature_servers import decomposer
 from mpikfac.lab.local_sgd.replicas import Copies, of_copies
 from mpikfac.layers import Layer
@@ -52,6 +53,7 @@ __all__ = [
     "decompositions",
     "directions",
     "due",
+    "elements_at_a_time",
     "examples_of_parts",
     "factors",
     "gradients",
@@ -63,7 +65,6 @@ __all__ = [
     "look",
     "memory",
     "of_copies",
-    "one_example_at_a_time",
     "predicted_change",
     "record",
     "records_scales",
@@ -350,7 +351,7 @@ def compare_every(monkeypatch: MonkeyPatch, steps: int) -> None:
 
 def elements_at_a_time(monkeypatch: MonkeyPatch, elements: int) -> None:
     """Let passes over data compute gradients of at most so many elements, or of one example."""
-    for module in (records, memory):
+    for module in (records, planned_memory):
         monkeypatch.setattr(module, "ELEMENTS", elements)
 
 
