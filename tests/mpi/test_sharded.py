@@ -17,6 +17,9 @@ import mpikfac
 from mpikfac import AdamGrafting, Coverage, Estimator, KLClip, MemOpt, NoGrafting, Strategy
 from mpikfac.model import Joined
 from mpikfac.trace import Trace
+from mpikfac_apps.planning.options import PLAN
+from mpikfac_apps.planning.plan import plan_of
+from mpikfac_apps.problems import models
 from support import problem
 
 RANKS = mpikfac.world().size
@@ -232,6 +235,19 @@ def test_a_step_sends_the_bytes_of_the_plan_by_two_exchanges(comm, monkeypatch):
     calls = Counter(m.primitive for m in kfac.plan.messages(rank, True, True, False))
     assert calls == {"Alltoallv": 2, "Allreduce": 1, "Reduce_scatter": 1}
     assert trace.calls["gather gradients"] == trace.calls["scatter directions"] == 4
+
+
+@pytest.mark.parametrize("shard", [by_root, in_replicas])
+def test_the_program_shows_the_plan_that_is_executed(comm, shard):
+    """Oracle: the plan of the trainer, message by message."""
+    model = shard(models.build("digits_cnn"))
+    mesh = model[0].weight.device_mesh
+    asked = f"--model digits_cnn --ranks {RANKS} --strategy {SHARDED} --budget null --fully_shard"
+    replicas = mesh.size(0) if mesh.ndim == 2 else 1
+    shown = plan_of(PLAN.read([*asked.split(), "--replicas", str(replicas)]))
+    executed = mpikfac.KFACOptimizer(model, comm=mpikfac.over(), budget=None).trainer.plan
+    for kind in ((False, False), (True, False), (True, True)):
+        assert shown.messages(comm.rank, *kind) == executed.messages(comm.rank, *kind)
 
 
 # -- methods and batches -------------------------------------------------------------------------

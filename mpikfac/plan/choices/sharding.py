@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from mpikfac.plan.choices.checks import check_divides
 from mpikfac.plan.choices.combinations import Combination, OneOf
 
 
@@ -21,6 +23,13 @@ class ShardedParameter:
     elements: tuple[int, ...]
 
 
+def shard_sizes(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
+    """Return the number of elements of every shard: rows are distributed as by `torch.chunk`."""
+    rows, of_row = shape[0], math.prod(shape[1:])
+    each = -(-rows // shards)
+    return tuple(of_row * max(0, min(each, rows - each * shard)) for shard in range(shards))
+
+
 @dataclass(frozen=True)
 class Sharding:
     """The trained parameters of a sharded model; none if every rank holds whole parameters.
@@ -32,6 +41,27 @@ class Sharding:
 
     parameters: tuple[ShardedParameter, ...] = ()
     shards: int = 1
+
+    @staticmethod
+    def of(
+        parameters: Iterable[tuple[str, tuple[int, ...]]], ranks: int, replicas: int = 1
+    ) -> Sharding:
+        """Return the shards that `fully_shard` makes of parameters.
+
+        Args:
+            parameters: the block and the shape of every trained parameter, in the model's order.
+            replicas: the number of replicas of the shards.
+
+        Raises:
+            ValueError: `replicas` does not divide `ranks`, or a parameter has no dimensions.
+        """
+        check_divides("replicas", replicas, ranks)
+        shards, planned = ranks // replicas, list[ShardedParameter]()
+        for block, shape in parameters:
+            if not shape:
+                raise ValueError(f"{block} is a number, and fully_shard needs rows: use shape (1,)")
+            planned.append(ShardedParameter(block, shard_sizes(shape, shards) * replicas))
+        return Sharding(tuple(planned), shards)
 
     def __bool__(self) -> bool:
         return bool(self.parameters)
