@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import mpikfac
 from mpikfac import AdamGrafting, Coverage, Estimator, KLClip, MemOpt, NoGrafting, Strategy
@@ -111,6 +113,24 @@ def words():
     return Words().double()
 
 
+class Block(nn.Module):
+    """A residual block, whose activations are computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+
+    def forward(self, x):
+        return x + checkpoint(self.inner, x, use_reentrant=False)
+
+
+def recomputed():
+    """Return a network with activation checkpointing."""
+    torch.manual_seed(6)
+    ends = nn.Linear(128, 16), nn.Linear(16, 5)
+    return nn.Sequential(nn.Flatten(), ends[0], Block(), Block(), ends[1]).double()
+
+
 def by_root(model):
     """Shard all parameters in one group."""
     return fully_shard(model)
@@ -188,6 +208,13 @@ def in_replicas(model):
     return fully_shard(model, mesh=mesh)
 
 
+def compiled(model):
+    """Compile each layer, and shard it."""
+    for layer in model.children():
+        layer.compile(backend="eager")
+    return by_layer(model)
+
+
 CASES = {
     "images, root": (images, by_root),
     "images, layers": (images, by_layer),
@@ -215,6 +242,14 @@ def test_a_sharded_model_trains_like_a_whole_one(case):
 def test_ranks_of_mpi_train_a_sharded_model(comm):
     """Oracle: the same over the process group, in bits on two ranks."""
     check_same(trained(images, by_layer, comm=comm)[0], trained(images, by_layer)[0])
+
+
+@pytest.mark.parametrize("shard", [by_layer, compiled])
+def test_activations_are_computed_again_and_blocks_compiled(shard):
+    """Oracle: whole weights, by layers that are not compiled."""
+    settings = {"factor_update_steps": 2, "grafting": NoGrafting()}
+    found, expected = (trained(recomputed, each, **settings)[0] for each in (shard, None))
+    check_same(found, expected)
 
 
 # -- what a step sends ---------------------------------------------------------------------------
@@ -545,6 +580,14 @@ def test_the_state_dict_of_the_optimizer_is_the_ranks_own(comm):
     loaded.trainer.model.load_state_dict(model)
     loaded.load_state_dict(state)
     check_same(state_of(steps(loaded, group, range(3, 5))), expected)
+
+
+def test_torchs_checkpoints_of_optimizers_are_refused_by_a_line():
+    """Oracle: the line names the function that saves K-FAC's state."""
+    optimizer = begun(by_layer, usual, mpikfac.over())
+    model = steps(optimizer, mpikfac.over(), range(1))
+    with pytest.raises(mpikfac.UserError, match=r"save it with mpikfac\.save_checkpoint"):
+        get_optimizer_state_dict(model, optimizer)
 
 
 def _copy(value):
