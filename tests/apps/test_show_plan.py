@@ -356,7 +356,7 @@ def test_rows_of_shards_are_planned(replicas, capsys):
     text = capsys.readouterr().out
     of_each = "1 replica of 4 shards" if replicas == 1 else "2 replicas of 2 shards"
     assert f"fully_shard: {of_each}" in text
-    assert text.count("gather gradients") == text.count("scatter directions") == 3
+    assert text.count("gather gradients") == text.count("scatter directions") == 2
     assert "publish weights" not in text
 
 
