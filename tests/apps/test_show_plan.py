@@ -318,7 +318,7 @@ def test_mpi_is_not_imported():
         ("--model resnet20 --ranks 8 --fully_shard", "needs assignment.shard_optimizer=True"),
         (f"{SHARDS} --ranks 8 --replicas 3", "replicas=3 must divide the number of ranks (8)"),
         (f"{SHARDS} --ranks 8 --replicas 0", "replicas=0 must be a whole number >= 1"),
-        (f"{SHARDS} --ranks 2048", "at most 1024 ranks, not 2048"),
+        (f"{SHARDS} --ranks 1024", "at most 512 ranks, not 1024"),
         ("--model resnet20 --ranks 8 --replicas 2", "replicas=2 needs fully_shard=true"),
         ("--model resnet20 --ranks 8 --fully_shrad", "did you mean fully_shard"),
         ("--ranks 2", "--model"),

@@ -44,7 +44,7 @@ PLAN_BASIC = (
     *("refresh.staleness", "transport.overlap", "transport.ranks_per_node"),
     *("fully_shard", "replicas"),
 )
-MOST_SHARDS = 1024
+MOST_SHARDS = 512
 """The most ranks of a plan with shards, which lists a size for each pair of ranks."""
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mpikfac.plan.choices.checks import check_divides
 from mpikfac.plan.choices.combinations import Combination, OneOf
@@ -17,10 +18,12 @@ class ShardedParameter:
     Attributes:
         block: the layer or uncovered parameter that it belongs to.
         elements: the number of elements of every rank's shard, which can be 0.
+        owner: the rank that computes the direction of the block, once a plan has chosen it.
     """
 
     block: str
     elements: tuple[int, ...]
+    owner: int = 0
 
 
 def shard_sizes(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
@@ -70,20 +73,23 @@ class Sharding:
         """Return whether a rank sends gradients to an owner, as the ranks of its replica do."""
         return rank // self.shards == owner // self.shards
 
-    def gathered(self, owners: Mapping[str, int]) -> list[list[int]]:
-        """Return how many numbers every rank sends to every owner: its shards, and one per shard.
+    def owned_by(self, owners: Mapping[str, int]) -> Sharding:
+        """Return the same shards, with the owner of every block."""
+        owned = (replace(each, owner=owners[each.block]) for each in self.parameters)
+        return replace(self, parameters=tuple(owned))
 
-        Args:
-            owners: the rank that computes the direction of every block.
-        """
-        by_owner = list(zip(*self.scattered(owners)))
+    @cached_property
+    def gathered(self) -> list[list[int]]:
+        """How many numbers every rank sends to every owner: its shards, and one per shard."""
+        by_owner = list(zip(*self.scattered))
         ranks = range(len(by_owner))
         return [[by_owner[r][owner] * self.sends(r, owner) for owner in ranks] for r in ranks]
 
-    def scattered(self, owners: Mapping[str, int]) -> list[list[int]]:
-        """Return how many numbers every owner sends to every rank: shards, and one per shard."""
+    @cached_property
+    def scattered(self) -> list[list[int]]:
+        """How many numbers every owner sends to every rank: shards, and one per shard."""
         ranks = range(len(self.parameters[0].elements))
-        of_owner = [[p for p in self.parameters if owners[p.block] == owner] for owner in ranks]
+        of_owner = [[p for p in self.parameters if p.owner == owner] for owner in ranks]
         return [[sum(p.elements[rank] + 1 for p in own) for rank in ranks] for own in of_owner]
 
 
