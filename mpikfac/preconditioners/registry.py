@@ -80,5 +80,6 @@ def make_plan(
     itemsizes, others = (itemsize, factor_itemsize, basis_itemsize), list(others)
     sharded = {parameter.block for parameter in sharding.parameters} if sharding else set[str]()
     means = [name for name, _ in others if name not in sharded] if sharding else []
-    of_all = others, forms(preconditioner), *itemsizes, means
-    return plan_for(layers, ranks, strategy, *of_all, sharding=sharding)
+    return plan_for(
+        layers, ranks, strategy, others, forms(preconditioner), *itemsizes, means, sharding=sharding
+    )

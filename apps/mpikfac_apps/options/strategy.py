@@ -227,8 +227,9 @@ def make_plan(
     """
     dtypes = options.estimator.factor_dtype, preconditioner.dtype
     itemsizes = (None if dtype is None else dtype.itemsize for dtype in dtypes)
-    of_run = layers, ranks, strategy, others, preconditioner, ITEMSIZE, *itemsizes
-    return mpikfac.make_plan(*of_run, sharding=sharding)
+    return mpikfac.make_plan(
+        layers, ranks, strategy, others, preconditioner, ITEMSIZE, *itemsizes, sharding=sharding
+    )
 
 
 def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
