@@ -267,4 +267,5 @@ def trained_shapes(model: nn.Module, coverage: Coverage | None = None) -> list[t
     A block is a covered layer or an uncovered parameter.
     """
     layers, others = cover(model, coverage)
-    return [(b.name, tuple(p.shape)) for b in [*layers, *others] for p in b.parameters]
+    blocks: list[Layer | Other] = [*layers, *others]
+    return [(block.name, tuple(p.shape)) for block in blocks for p in block.parameters]

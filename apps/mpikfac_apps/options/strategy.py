@@ -226,10 +226,9 @@ def make_plan(
         ValueError: choices cannot be combined.
     """
     dtypes = options.estimator.factor_dtype, preconditioner.dtype
-    itemsizes = (None if dtype is None else dtype.itemsize for dtype in dtypes)
-    return mpikfac.make_plan(
-        layers, ranks, strategy, others, preconditioner, ITEMSIZE, *itemsizes, sharding=sharding
-    )
+    averages, bases = (None if dtype is None else dtype.itemsize for dtype in dtypes)
+    of_run = layers, ranks, strategy, others, preconditioner
+    return mpikfac.make_plan(*of_run, ITEMSIZE, averages, bases, sharding)
 
 
 def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
