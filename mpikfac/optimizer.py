@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -165,7 +166,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         state = self.trainer.state_dict()
         own = {name: value for name, value in state.items() if not name.startswith(MODEL)}
-        return own | {PARAM_GROUPS: _numbered(self.param_groups)}
+        return _State(own | {PARAM_GROUPS: _numbered(self.param_groups)})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the rank's part of a `state_dict`, on all ranks or on none.
@@ -193,6 +194,23 @@ class Optimizer(torch.optim.Optimizer):
                 f"{error}; the state_dict may be that of a single rank: load each rank's own file, "
                 f"or use save_checkpoint and load_checkpoint"
             ) from error
+
+
+class _State(dict[str, Any]):
+    """A state without the item "state" of torch's optimizers, for which some programs ask."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        if name == "state":
+            raise UserError(
+                "K-FAC's state has no item 'state' with a tensor for each parameter, as "
+                "torch.distributed.checkpoint expects; save it with mpikfac.save_checkpoint(comm, "
+                "root, optimizer.trainer.state_dict(), step)"
+            )
+        raise KeyError(name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return a class that `torch.load(weights_only=True)` accepts, and the items."""
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def _check_groups(groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> None:

@@ -53,23 +53,23 @@ class ShardReader(Reader):
     ) -> None:
         super().__init__([slot for slot in slots if not slot.block.parameters], sender)
         self._modules = fully_sharded(model)
-        self._site, self._rank, owners = site, site.plan.rank, site.plan.updaters
+        self._site, self._rank = site, site.plan.rank
         self._to_owners = sharding.gather_gradients(site.plan)
         self._to_shards = sharding.scatter_directions(site.plan)
         planned = site.plan.sharding.parameters
         pairs = [(block, parameter) for block in blocks for parameter in block.parameters]
         held = [Held(each, *pair) for each, pair in zip(planned, pairs, strict=True)]
-        self._held = sorted(held, key=lambda each: owners[each.block.name])
+        self._held = sorted(held, key=lambda each: each.planned.owner)
         parts = {id(p): part for s in slots for p, part in zip(s.block.parameters, s.parts)}
         self._owned = [
             Owned(*each, parts[id(each.parameter)])
             for each in self._held
-            if owners[each.block.name] == self._rank
+            if each.planned.owner == self._rank
         ]
         of_replicas = site.plan.sharding.sends
         self._ranks = range(len(planned[0].elements))
         self._sources = [rank for rank in self._ranks if of_replicas(rank, self._rank)]
-        self._sent = [x for x in self._held if of_replicas(self._rank, owners[x.block.name])]
+        self._sent = [x for x in self._held if of_replicas(self._rank, x.planned.owner)]
         self._sizes = [n for each in self._held for n in (each.planned.elements[self._rank], 1)]
         self._sizes_owned = [
             n

@@ -9,6 +9,7 @@ from mpikfac.layers.coverage import cover as cover
 from mpikfac.layers.coverage import covered_shapes as covered_shapes
 from mpikfac.layers.coverage import find_uncovered as find_uncovered
 from mpikfac.layers.coverage import offers as offers
+from mpikfac.layers.coverage import trained_shapes as trained_shapes
 from mpikfac.layers.embedding import EmbeddingLayer as EmbeddingLayer
 from mpikfac.layers.kinds import KINDS as KINDS
 from mpikfac.layers.kinds import NORMS as NORMS

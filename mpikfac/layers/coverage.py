@@ -259,3 +259,13 @@ def covered_shapes(
     layers, others = cover(model, coverage)
     others.append(Votes(torch.float32, torch.device("cpu")))
     return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]
+
+
+def trained_shapes(model: nn.Module, coverage: Coverage | None = None) -> list[tuple[str, Shape]]:
+    """Return the block and the shape of every trained parameter, for `Sharding.of`.
+
+    A block is a covered layer or an uncovered parameter.
+    """
+    layers, others = cover(model, coverage)
+    blocks: list[Layer | Other] = [*layers, *others]
+    return [(block.name, tuple(p.shape)) for block in blocks for p in block.parameters]

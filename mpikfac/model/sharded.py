@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import distributed, nn
 
 from mpikfac.comm import Comm, together
@@ -13,7 +12,7 @@ from mpikfac.errors import RanksDifferError
 from mpikfac.layers import Layer, Other
 from mpikfac.model.equality import sums_of_bits
 from mpikfac.numerics import is_sharded, local
-from mpikfac.plan import ShardedParameter, Sharding
+from mpikfac.plan import Sharding, shard_sizes
 
 FSDP1, FSDP2, REPLICATE = "FullyShardedDataParallel", "FSDPModule", "ReplicateModule"
 PLAIN = "the plain model, which `mpirun` or `mpikfac launch` replicates, or fully_shard"
@@ -41,22 +40,14 @@ def sharding_of(model: nn.Module, blocks: Sequence[Layer | Other], comm: Comm) -
         for name, parameter in model.named_parameters():
             _check_placed(name, parameter, comm)
     trained = [(block.name, parameter) for block in blocks for parameter in block.parameters]
-    planned = tuple(ShardedParameter(name, elements_of(p)) for name, p in trained)
-    return Sharding(planned, shards_of(trained[0][1]))
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in trained]
+    return Sharding.of(shapes, comm.size, comm.size // shards_of(trained[0][1]))
 
 
 def shards_of(parameter: Any) -> int:
     """Return the number of shards: the size of the last dimension of the mesh."""
     mesh = parameter.device_mesh
     return int(mesh.size(mesh.ndim - 1))
-
-
-def elements_of(parameter: Any) -> tuple[int, ...]:
-    """Return the number of elements of every rank's shard: rows are distributed as by `chunk`."""
-    shards = shards_of(parameter)
-    chunks = torch.empty(parameter.shape, device="meta").chunk(shards)
-    counts = [chunk.numel() for chunk in chunks]
-    return (*counts, *[0] * (shards - len(counts))) * (parameter.device_mesh.size() // shards)
 
 
 def check_wrappers(model: nn.Module) -> None:
@@ -131,7 +122,8 @@ def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
             f"of which this is rank {comm.rank}; pass comm=mpikfac.over(group), with a group of "
             f"the processes of the mesh, which must be in ascending order"
         )
-    elements = elements_of(parameter)[comm.rank]
+    shards = shards_of(parameter)
+    elements = shard_sizes(tuple(parameter.shape), shards)[comm.rank % shards]
     if local(parameter).numel() != elements:
         raise ValueError(
             f"{name} has {local(parameter).numel()} elements on this rank, and must have "

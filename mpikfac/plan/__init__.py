@@ -70,6 +70,7 @@ from mpikfac.plan.choices import make_plain as make_plain
 from mpikfac.plan.choices import named_types as named_types
 from mpikfac.plan.choices import one_of as one_of
 from mpikfac.plan.choices import plain as plain
+from mpikfac.plan.choices import shard_sizes as shard_sizes
 from mpikfac.plan.choices import shown as shown
 from mpikfac.plan.choices import span as span
 from mpikfac.plan.choices import strategy_of as strategy_of

@@ -222,6 +222,7 @@ def plan_for(
     for layer in layers:
         stepped[updaters[layer.name]] += math.prod(layer.gradient)
     uncovered = tuple((name, tuple(shape)) for name, shape in uncovered)
+    updaters |= spread(uncovered, ranks, stepped)
     used = dict.fromkeys(form.name for form in (*forms[:1], *of_layers.values()))
     return Plan(
         layers=tuple(layers),
@@ -235,10 +236,10 @@ def plan_for(
         basis_itemsize=basis_itemsize or itemsize,
         columns_of=placed.columns_of,
         owners=placed.owners,
-        updaters=updaters | spread(uncovered, ranks, stepped),
+        updaters=updaters,
         turns_of=turns_of,
         split=split,
-        sharding=sharding,
+        sharding=sharding.owned_by(updaters),
     )
 
 

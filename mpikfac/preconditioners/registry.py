@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mpikfac.plan import Form, LayerShape, Plan, Shape, Strategy, one_of, plan_for
+from mpikfac.plan import Form, LayerShape, Plan, Shape, Sharding, Strategy, one_of, plan_for
 from mpikfac.preconditioners.eigen import Eigen
 from mpikfac.preconditioners.ekfac import EKFAC
 from mpikfac.preconditioners.eva import Eva
@@ -61,6 +61,7 @@ def make_plan(
     itemsize: int = 4,
     factor_itemsize: int | None = None,
     basis_itemsize: int | None = None,
+    sharding: Sharding | None = None,
 ) -> Plan:
     """Return the plan for `layers` on `ranks` ranks; it is the same on every rank.
 
@@ -70,9 +71,15 @@ def make_plan(
         itemsize: bytes per element.
         factor_itemsize: bytes per element of running averages; `itemsize` if None.
         basis_itemsize: bytes per element of decompositions; `itemsize` if None.
+        sharding: the parameters of which each rank holds a shard; all `others` are then means over
+            ranks. None if every rank holds whole parameters.
 
     Raises:
         ValueError: choices cannot be combined; the message states what is required.
     """
-    itemsizes = itemsize, factor_itemsize, basis_itemsize
-    return plan_for(layers, ranks, strategy, others, forms(preconditioner), *itemsizes)
+    itemsizes, others = (itemsize, factor_itemsize, basis_itemsize), list(others)
+    sharded = {parameter.block for parameter in sharding.parameters} if sharding else set[str]()
+    means = [name for name, _ in others if name not in sharded] if sharding else []
+    return plan_for(
+        layers, ranks, strategy, others, forms(preconditioner), *itemsizes, means, sharding=sharding
+    )

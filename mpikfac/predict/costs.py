@@ -383,6 +383,9 @@ def _of_vectors(seconds: float | None, machine: Machine, preconditioner: str) ->
 
 def stepped_share(plan: Plan, rank: int) -> float:
     """Return the fraction of the model that `rank` updates."""
+    if sharding := plan.sharding:
+        of_ranks = [sum(shards) for shards in zip(*(p.elements for p in sharding.parameters))]
+        return of_ranks[rank] / sum(of_ranks[: sharding.shards])
     counts = plan.of(rank).layouts.gradients.counts()
     return counts[rank] / sum(counts) if len(counts) > 1 else 1.0
 

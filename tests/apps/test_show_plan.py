@@ -14,8 +14,10 @@ import mpikfac
 from mpikfac_apps.planning.facts import looked_at, most_loaded
 from mpikfac_apps.planning.options import PLAN
 from mpikfac_apps.planning.plan import main, plan_of
-from mpikfac_apps.problems.models import shapes_of
+from mpikfac_apps.problems.models import build, shapes_of
 from support.pace import paced
+
+SHARDS = "--model digits_cnn --strategy sharded-optimizer --fully_shard"
 
 
 def words(text: str, line: str) -> list[str]:
@@ -313,6 +315,12 @@ def test_mpi_is_not_imported():
         ("--model resnet20 --ranks 2 --assignment.factor_reduction all", "allreduce"),
         ("--model resnet20 --ranks 2 --depth 3", "unknown key depth"),
         ("--model resnet20 --ranks 2 --skip nothing", "nothing"),
+        ("--model resnet20 --ranks 8 --fully_shard", "needs assignment.shard_optimizer=True"),
+        (f"{SHARDS} --ranks 8 --replicas 3", "replicas=3 must divide the number of ranks (8)"),
+        (f"{SHARDS} --ranks 8 --replicas 0", "replicas=0 must be a whole number >= 1"),
+        (f"{SHARDS} --ranks 1024", "at most 512 ranks, not 1024"),
+        ("--model resnet20 --ranks 8 --replicas 2", "replicas=2 needs fully_shard=true"),
+        ("--model resnet20 --ranks 8 --fully_shrad", "did you mean fully_shard"),
         ("--ranks 2", "--model"),
     ],
 )
@@ -321,6 +329,35 @@ def test_bad_arguments_are_one_line(arguments, told, capsys):
     output = capsys.readouterr()
     assert (code, output.out, output.err.count("\n")) == (2, "", 1)
     assert told in output.err
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_rows_of_shards_are_planned(replicas, capsys):
+    """Oracle: by hand: every parameter's rows in float32, and a number for each of its shards.
+
+    Gradients are sent inside the owner's replica, and directions to all ranks.
+    """
+    asked = [*SHARDS.split(), "--ranks", "4", "--replicas", str(replicas)]
+    plan, shards = plan_of(PLAN.read(asked)), 4 // replicas
+    parameters = dict(build("digits_cnn").named_parameters())
+    numbers, count = sum(p.numel() for p in parameters.values()), len(parameters)
+    sent = {"gather gradients": [], "scatter directions": []}
+    for rank in range(4):
+        of_stage = {m.stage: m for m in plan.messages(rank, True, True)}
+        for stage, of_ranks in sent.items():
+            of_ranks.append(of_stage[stage].bytes)
+    assert sum(sent["gather gradients"]) == 4 * (numbers + shards * count)
+    assert sum(sent["scatter directions"]) == 4 * (replicas * numbers + 4 * count)
+    if replicas == 1:
+        chunks = [[len(c) * p[0].numel() for c in p.chunk(4)] for p in parameters.values()]
+        rows = [sum(c[rank] for c in chunks if rank < len(c)) for rank in range(4)]
+        assert sent["gather gradients"] == [4 * (own + count) for own in rows]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    of_each = "1 replica of 4 shards" if replicas == 1 else "2 replicas of 2 shards"
+    assert f"fully_shard: {of_each}" in text
+    assert text.count("gather gradients") == text.count("scatter directions") == 2
+    assert "publish weights" not in text
 
 
 def test_sampled_ranks_include_the_most_loaded_one():

@@ -162,6 +162,20 @@ def test_mpi_is_not_imported():
     assert subprocess.run([sys.executable, "-c", program], timeout=paced(240)).returncode == 0
 
 
+def test_shards_are_predicted_for_strategies_with_owners(capsys, tmp_path):
+    """Oracle: the stages of the plan; strategies without owners are left out by name."""
+    file = tmp_path / "found.json"
+    asked = ["--ranks", "16", "--strategy", "sharded-optimizer,comm-opt", "--json", str(file)]
+    shards = ["--fully_shard", "--replicas", "4"]
+    assert simulate.main([*ASK, *asked, *shards]) == 0
+    text = capsys.readouterr().out
+    assert "Not counted: the messages of fully_shard itself" in text
+    assert "comm-opt is left out: fully_shard=True needs assignment.shard_optimizer=True" in text
+    stages = json.loads(file.read_text())[0]["mean"]["stages"]
+    assert stages["gather gradients"] > 0 < stages["scatter directions"]
+    assert not stages.get("publish weights")
+
+
 def test_work_that_is_not_predicted_is_named(capsys):
     """Oracle: the line; and the numbers without the options."""
     asked = ["--model=resnet50", "--machine=v100-edr", "--ranks=2,2", "--strategy=comm-opt"]

@@ -10,13 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import mpikfac
 from mpikfac import AdamGrafting, Coverage, Estimator, KLClip, MemOpt, NoGrafting, Strategy
 from mpikfac.model import Joined
 from mpikfac.trace import Trace
+from mpikfac_apps.planning.options import PLAN
+from mpikfac_apps.planning.plan import plan_of
+from mpikfac_apps.problems import models
 from support import problem
 
 RANKS = mpikfac.world().size
@@ -108,6 +113,24 @@ def words():
     return Words().double()
 
 
+class Block(nn.Module):
+    """A residual block, whose activations are computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+
+    def forward(self, x):
+        return x + checkpoint(self.inner, x, use_reentrant=False)
+
+
+def recomputed():
+    """Return a network with activation checkpointing."""
+    torch.manual_seed(6)
+    ends = nn.Linear(128, 16), nn.Linear(16, 5)
+    return nn.Sequential(nn.Flatten(), ends[0], Block(), Block(), ends[1]).double()
+
+
 def by_root(model):
     """Shard all parameters in one group."""
     return fully_shard(model)
@@ -128,7 +151,7 @@ def by_blocks(model):
     return fully_shard(model)
 
 
-def trained(make, shard, steps=4, *, begin=None, loss=None, comm=None, **settings):
+def trained(make, shard, steps=3, *, begin=None, loss=None, comm=None, **settings):
     """Return the weights and buffers after some steps, and the trainer."""
     model = make()
     if shard is not None:
@@ -139,7 +162,7 @@ def trained(make, shard, steps=4, *, begin=None, loss=None, comm=None, **setting
     for step in range(steps):
         inputs, labels = problem.shards(step, RANKS)[distributed.get_rank()]
         optimizer.zero_grad()
-        (loss or ordinary)(model, inputs, labels)
+        (loss or ordinary)(model, inputs, labels, step)
         optimizer.step()
     return state_of(model), optimizer.trainer
 
@@ -156,7 +179,7 @@ def momentum(model, **settings):
     return mpikfac.Optimizer(mpikfac.KFAC(model, optimizer, **settings))
 
 
-def ordinary(model, inputs, labels):
+def ordinary(model, inputs, labels, _step=0):
     F.cross_entropy(model(inputs), labels).backward()
 
 
@@ -185,6 +208,13 @@ def in_replicas(model):
     return fully_shard(model, mesh=mesh)
 
 
+def compiled(model):
+    """Compile each layer, and shard it."""
+    for layer in model.children():
+        layer.compile(backend="eager")
+    return by_layer(model)
+
+
 CASES = {
     "images, root": (images, by_root),
     "images, layers": (images, by_layer),
@@ -199,45 +229,59 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_sharded_model_trains_like_a_whole_one(case):
-    """Oracle: the same strategy with whole weights, in bits on two ranks.
-
-    The norms of weights, which can limit steps, are sums over shards, and therefore rounded.
-    """
+    """Oracle: the same strategy with whole weights, in bits on two ranks."""
     make, shard = CASES[case]
-    check_same(trained(make, shard)[0], trained(make, None)[0], bits=False)
     no_limit = {"grafting": AdamGrafting(max_trust_ratio=math.inf)}
     check_same(trained(make, shard, **no_limit)[0], trained(make, None, **no_limit)[0])
-
-
-def test_ranks_of_mpi_train_a_sharded_model(comm):
-    """Oracle: the same over the process group, in bits on two ranks."""
-    check_same(trained(images, by_layer, comm=comm)[0], trained(images, by_layer)[0])
 
 
 # -- what a step sends ---------------------------------------------------------------------------
 
 
-def test_a_step_sends_the_bytes_of_the_plan_by_two_exchanges(comm, monkeypatch):
-    """Oracle: the plan, and by hand: the numbers of rows, and one more per parameter and rank."""
+def test_ranks_of_mpi_send_the_bytes_of_the_plan_by_two_exchanges(comm):
+    """Oracle: the plan, and by hand: the numbers of rows, and one more per parameter and rank.
+
+    The weights are those of the process group.
+    """
     trace = Trace()
-    _, kfac = trained(images, by_layer, comm=comm, trace=trace)
+    found, kfac = trained(images, by_layer, comm=comm, trace=trace)
+    check_same(found, trained(images, by_layer)[0])
     rank = comm.rank
-    planned = [m for step in range(4) for m in kfac.plan.messages(rank, True, step % 2 == 0, False)]
+    planned = [m for step in range(3) for m in kfac.plan.messages(rank, True, step % 2 == 0, False)]
     for stage in {*trace.sent, *(m.stage for m in planned)}:
         assert trace.sent[stage] == sum(m.bytes for m in planned if m.stage == stage), stage
     if RANKS == 1:
         return
     shards = [p.to_local().numel() + 1 for p in kfac.model.parameters()]
-    assert trace.sent["gather gradients"] == 4 * 8 * sum(shards)
+    assert trace.sent["gather gradients"] == 3 * 8 * sum(shards)
     calls = Counter(m.primitive for m in kfac.plan.messages(rank, True, True, False))
     assert calls == {"Alltoallv": 2, "Allreduce": 1, "Reduce_scatter": 1}
-    assert trace.calls["gather gradients"] == trace.calls["scatter directions"] == 4
+    assert trace.calls["gather gradients"] == trace.calls["scatter directions"] == 3
+
+
+@pytest.mark.parametrize("shard", [by_root, in_replicas])
+def test_the_program_shows_the_plan_that_is_executed(comm, shard):
+    """Oracle: the plan of the trainer, message by message."""
+    model = shard(models.build("digits_cnn"))
+    mesh = model[0].weight.device_mesh
+    asked = f"--model digits_cnn --ranks {RANKS} --strategy {SHARDED} --budget null --fully_shard"
+    replicas = mesh.size(0) if mesh.ndim == 2 else 1
+    shown = plan_of(PLAN.read([*asked.split(), "--replicas", str(replicas)]))
+    executed = mpikfac.KFACOptimizer(model, comm=mpikfac.over(), budget=None).trainer.plan
+    for kind in ((False, False), (True, False), (True, True)):
+        assert shown.messages(comm.rank, *kind) == executed.messages(comm.rank, *kind)
 
 
 # -- methods and batches -------------------------------------------------------------------------
 
 
+def method(kind, model, *, strategy, **settings):
+    """Return an optimizer whose owners need no factors of statistics."""
+    return kind(model, 0.01, **settings | {"inv_update_steps": 2})
+
+
 SETTINGS = {
+    "limited by the norms of weights": {},
     "no grafting": {"grafting": NoGrafting(), "clip": KLClip(kl_clip=1e-3)},
     "max_norm": {"max_norm": 0.01, "grafting": AdamGrafting(max_trust_ratio=math.inf)},
     "rows": {"grafting": AdamGrafting(normalize_rows=True, max_trust_ratio=math.inf)},
@@ -253,39 +297,28 @@ SETTINGS = {
     "forward-only": {"estimator": Estimator(fisher_type="forward-only"), "grafting": NoGrafting()},
     "skip": {"coverage": Coverage(skip=["0", "7"]), "grafting": NoGrafting()},
     "soap": {"preconditioner": "soap"},
+    "muon": {"begin": partial(method, mpikfac.DistributedMuon)},
+    "distributed shampoo": {"begin": partial(method, mpikfac.DistributedShampoo)},
+    "distributed soap": {"begin": partial(method, mpikfac.DistributedSOAP)},
+    "momentum and decay of shards": {"begin": momentum},
 }
+ROUNDED = ("limited by the norms of weights", "max_norm", "soap", "muon", "distributed shampoo")
+ROUNDED += ("distributed soap",)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_have_the_same_effect(name):
-    """Oracle: whole weights, in bits on two ranks; limits of lengths round the norms of weights."""
+    """Oracle: whole weights, in bits on two ranks.
+
+    The norms of weights, which can limit steps, are sums over shards, and therefore rounded.
+    """
     settings = SETTINGS[name]
-    bits = RANKS <= 2 and name not in ("max_norm", "soap")
+    bits = RANKS <= 2 and name not in ROUNDED
     found, expected = (trained(images, shard, **settings)[0] for shard in (by_layer, None))
     check_same(found, expected, bits)
 
 
-@pytest.mark.parametrize(
-    "kind", [mpikfac.DistributedMuon, mpikfac.DistributedShampoo, mpikfac.DistributedSOAP]
-)
-def test_owners_need_no_factors_of_statistics(kind):
-    """Oracle: whole weights."""
-
-    def begin(model, **settings):
-        settings.pop("strategy")
-        return kind(model, 0.01, **settings | {"inv_update_steps": 2})
-
-    found, expected = (trained(images, shard, begin=begin)[0] for shard in (by_layer, None))
-    check_same(found, expected, bits=False)
-
-
-def test_other_optimizers_step_the_shards():
-    """Oracle: whole weights."""
-    found, expected = (trained(images, shard, begin=momentum)[0] for shard in (by_layer, None))
-    check_same(found, expected)
-
-
-def in_parts(model, inputs, labels):
+def in_parts(model, inputs, labels, _step):
     """Accumulate the gradients of two halves of a batch, and reduce them once."""
     halves = [*zip(inputs.chunk(2), labels.chunk(2))]
     for number, half in enumerate(halves):
@@ -294,7 +327,7 @@ def in_parts(model, inputs, labels):
         (F.cross_entropy(model(half[0]), half[1]) / 2).backward()
 
 
-def evaluated(model, inputs, labels):
+def evaluated(model, inputs, labels, _step):
     """Evaluate the model after the backward pass, which leaves it with whole weights."""
     ordinary(model, inputs, labels)
     with torch.no_grad():
@@ -302,15 +335,22 @@ def evaluated(model, inputs, labels):
     model.train()
 
 
-LOSSES = {"in parts": in_parts, "evaluated": evaluated}
+BEFORE = {"grafting": NoGrafting(), "preconditioner": "eigen"}
+PASSES = {
+    "evaluated": (images, by_layer, BEFORE | {"loss": evaluated}),
+    "evaluated, root": (images, by_root, BEFORE | {"loss": evaluated}),
+    "in parts, root": (images, by_root, BEFORE | {"loss": in_parts}),
+    "computed again": (recomputed, by_layer, BEFORE),
+    "computed again, compiled": (recomputed, compiled, BEFORE | {"factor_update_steps": 2}),
+    "in parts": (images, by_layer, BEFORE | {"loss": in_parts}),
+}
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("shard", [by_root, by_layer])
-def test_passes_of_a_program_have_the_same_effect(name, shard):
+@pytest.mark.parametrize("name", PASSES)
+def test_passes_of_a_program_have_the_same_effect(name):
     """Oracle: whole weights, in bits on two ranks."""
-    settings = {"loss": LOSSES[name], "grafting": NoGrafting(), "preconditioner": "eigen"}
-    check_same(trained(images, shard, **settings)[0], trained(images, None, **settings)[0])
+    make, shard, settings = PASSES[name]
+    check_same(trained(make, shard, **settings)[0], trained(make, None, **settings)[0])
 
 
 class Branches(nn.Module):
@@ -333,16 +373,43 @@ def branches():
     return Branches().double()
 
 
-@pytest.mark.parametrize("shard", [by_root, by_layer])
-def test_a_layer_without_gradient_and_a_frozen_one(shard):
-    """Oracle: whole weights."""
-    check_same(trained(branches, shard)[0], trained(branches, None)[0], bits=False)
+def spoiled(model, inputs, labels, step):
+    """Give a layer a gradient that is not finite, on the first rank in the second step."""
+    ordinary(model, inputs, labels)
+    gradient = model[7].weight.grad
+    gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    if step == 1 and distributed.get_rank() == 0:
+        gradient[0] = math.nan
+
+
+def freezing(model, inputs, labels, step):
+    """Freeze a layer for the second step."""
+    model[5].requires_grad_(step != 1)
+    ordinary(model, inputs, labels)
+
+
+MISSING = {
+    "not finite": (images, by_layer, {"loss": spoiled}),
+    "for a step": (images, by_layer, {"loss": freezing, "steps": 4}),
+    "of a branch, root": (branches, by_root, {}),
+    "of a branch": (branches, by_layer, {}),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_missing_gradients_have_the_same_effect(name):
+    """Oracle: whole weights, in bits on two ranks; all other layers are stepped on all ranks."""
+    make, shard, settings = MISSING[name]
+    settings = {"grafting": NoGrafting()} | settings
+    found, expected = (trained(make, each, **settings)[0] for each in (shard, None))
+    check_same(found, expected)
+    assert found.isfinite().all()
 
 
 def test_passes_that_were_thrown_away_on_shards_of_zeros():
     """Oracle: a run without the passes; on ranks without rows of a layer, other layers tell."""
 
-    def thrown_away(model, inputs, labels):
+    def thrown_away(model, inputs, labels, _step):
         ordinary(model, 2 * inputs, labels)
         for parameter in model.parameters():
             parameter.grad.zero_()
@@ -365,47 +432,13 @@ def test_replicas_that_differ_are_named():
         mpikfac.KFACOptimizer(model, comm=mpikfac.over())
 
 
-def test_a_gradient_that_is_not_finite_is_not_stepped():
-    """Oracle: whole weights; the other layers are stepped on all ranks."""
-
-    def spoiled(model, inputs, labels):
-        ordinary(model, inputs, labels)
-        for gradient in [model[7].weight.grad] * (spoiled.steps == 1):
-            gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            if distributed.get_rank() == 0:
-                gradient[0] = math.nan
-        spoiled.steps += 1
-
-    states = []
-    for shard in (by_layer, None):
-        spoiled.steps = 0
-        states.append(trained(images, shard, loss=spoiled, grafting=NoGrafting())[0])
-    check_same(*states)
-    assert states[0].isfinite().all()
-
-
-def test_a_change_of_the_trained_parameters_is_adopted():
-    """Oracle: whole weights."""
-
-    def freezing(model, inputs, labels):
-        freezing.steps += 1
-        model[5].requires_grad_(freezing.steps != 2)
-        ordinary(model, inputs, labels)
-
-    states = []
-    for shard in (by_layer, None):
-        freezing.steps = 0
-        states.append(trained(images, shard, loss=freezing, grafting=NoGrafting())[0])
-    check_same(*states)
-
-
 def test_passes_in_bfloat16():
     """Oracle: autocast's rounding cannot be repeated, so the loss falls as in float32."""
 
     def run(policy):
         losses = []
 
-        def loss(model, inputs, labels):
+        def loss(model, inputs, labels, _step):
             value = F.cross_entropy(model(inputs.float()).float(), labels)
             value.backward()
             assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
@@ -417,7 +450,7 @@ def test_passes_in_bfloat16():
                     fully_shard(layer, mp_policy=policy)
             fully_shard(model, mp_policy=policy)
 
-        _, kfac = trained(single, shard, 8, loss=loss)
+        _, kfac = trained(single, shard, 5, loss=loss)
         assert "1 layers covered" in repr(kfac)
         return torch.tensor(losses)
 
@@ -466,10 +499,10 @@ def test_a_checkpoint_resumes_with_shards_and_without(comm, shard, begin, tmp_pa
     saved = begun(shard, begin, group)
     steps(saved, group, range(3))
     path = mpikfac.save_checkpoint(comm, root, saved.trainer.state_dict(), 3)
-    expected = state_of(steps(saved, group, range(3, 6)))
+    expected = state_of(steps(saved, group, range(3, 5)))
     for loaded in (begun(shard, begin, group), begun(other, begin, group)):
         loaded.trainer.load_state_dict(mpikfac.load_checkpoint(comm, path))
-        check_same(state_of(steps(loaded, group, range(3, 6))), expected, bits=False)
+        check_same(state_of(steps(loaded, group, range(3, 5))), expected, bits=False)
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -529,6 +562,14 @@ def test_the_state_dict_of_the_optimizer_is_the_ranks_own(comm):
     loaded.trainer.model.load_state_dict(model)
     loaded.load_state_dict(state)
     check_same(state_of(steps(loaded, group, range(3, 5))), expected)
+
+
+def test_torchs_checkpoints_of_optimizers_are_refused_by_a_line():
+    """Oracle: the line names the function that saves K-FAC's state."""
+    optimizer = begun(by_layer, usual, mpikfac.over())
+    model = steps(optimizer, mpikfac.over(), range(1))
+    with pytest.raises(mpikfac.UserError, match=r"save it with mpikfac\.save_checkpoint"):
+        get_optimizer_state_dict(model, optimizer)
 
 
 def _copy(value):

@@ -93,6 +93,14 @@ def test_a_prediction_has_both_exchanges():
         assert 0 < times[0][stage] < times[1][stage]
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_rank_steps_its_rows(replicas):
+    """Oracle: by hand: 18 + 3 + 1 and 12 + 3 + 1 of 38 numbers, in every replica."""
+    plan = planned(replicas, (18, 12), (3, 3))
+    found = [mpikfac.predict.costs.stepped_share(plan, rank) for rank in range(2 * replicas)]
+    assert found == [22 / 38, 16 / 38] * replicas
+
+
 def test_shards_need_owners():
     """Oracle: the choice that the message names."""
     sharding = Sharding((ShardedParameter("wide", (18, 12)),), 2)

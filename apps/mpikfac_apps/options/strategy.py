@@ -23,7 +23,7 @@ from mpikfac import (
     schedule,
 )
 from mpikfac.layers import Kinds
-from mpikfac.plan import CHANNELS, Channels, Grafting, LayerCall, Plan, forward_only
+from mpikfac.plan import CHANNELS, Channels, Grafting, LayerCall, Plan, Sharding, forward_only
 from mpikfac.preconditioners import Preconditioner, forms, named_preconditioner
 from mpikfac.predict import Job, choose, choose_tensor_parallel_plan, load_machine, tuned
 from mpikfac.settings import SETTLED, usual_intervals
@@ -215,15 +215,20 @@ def make_plan(
     ranks: int,
     strategy: Strategy,
     preconditioner: Preconditioner,
+    sharding: Sharding | None = None,
 ) -> Plan:
     """Return the plan of a run in float32 on `ranks` ranks.
+
+    Args:
+        sharding: the parameters of which each rank holds a shard; None if there are none.
 
     Raises:
         ValueError: choices cannot be combined.
     """
     dtypes = options.estimator.factor_dtype, preconditioner.dtype
-    itemsizes = (None if dtype is None else dtype.itemsize for dtype in dtypes)
-    return mpikfac.make_plan(layers, ranks, strategy, others, preconditioner, ITEMSIZE, *itemsizes)
+    averages, bases = (None if dtype is None else dtype.itemsize for dtype in dtypes)
+    of_run = layers, ranks, strategy, others, preconditioner
+    return mpikfac.make_plan(*of_run, ITEMSIZE, averages, bases, sharding)
 
 
 def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:

@@ -111,7 +111,8 @@ def foreseen(
     if calls and any(budget.cut(layer) != layer for layer in plan.layers):
         layers, others = shapes
         cut = list(map(budget.cut, layers))
-        plan = make_plan(kfac, cut, others, plan.ranks, plan.strategy, preconditioner)
+        choices = plan.ranks, plan.strategy, preconditioner, plan.sharding
+        plan = make_plan(kfac, cut, others, *choices)
     budget.count(plan.of(0).layers, kfac.grafting.orthogonalize)
     factor_update_steps, inv_update_steps = (
         int(evaluate(interval, SETTLED)) for interval in intervals

@@ -5,11 +5,21 @@ The modules of the programs import torch, so the options are separate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from mpikfac.plan import Sharding
 from mpikfac_apps.options.command_line import CommandLine
-from mpikfac_apps.options.fields import bounded, inline, listed, positional, read_by, required
+from mpikfac_apps.options.fields import (
+    bounded,
+    inline,
+    listed,
+    positional,
+    read_by,
+    required,
+    section,
+)
 from mpikfac_apps.options.options import (
     MODELS,
     PRESETS,
@@ -32,7 +42,10 @@ PLAN_BASIC = (
         "skip",
     ),
     *("refresh.staleness", "transport.overlap", "transport.ranks_per_node"),
+    *("fully_shard", "replicas"),
 )
+MOST_SHARDS = 512
+"""The most ranks of a plan with shards, which lists a size for each pair of ranks."""
 
 
 def json_file(text: str) -> Path:
@@ -61,6 +74,37 @@ def trace_files(text: str) -> Path:
 
 
 @dataclass(frozen=True)
+class ShardOptions:
+    """Shards of parameters.
+
+    Args:
+        fully_shard: each rank holds some rows of every parameter, as with `fully_shard` of torch
+            (FSDP2), whose own messages are not counted. It needs a strategy with
+            assignment.shard_optimizer, such as sharded-optimizer.
+        replicas: the number of replicas of the shards (HSDP): the rows of a replica are
+            distributed over ranks / replicas ranks.
+    """
+
+    fully_shard: bool = section("fully_shard", field(default=False))
+    replicas: int = bounded(1, ">= 1")
+
+    def of(self, parameters: Iterable[tuple[str, tuple[int, ...]]], ranks: int) -> Sharding | None:
+        """Return the shards of parameters, given by block and shape; None for whole parameters.
+
+        Raises:
+            ValueError: there are replicas without shards, too many ranks for a plan of all
+                messages between them, or numbers that do not suit.
+        """
+        if not self.fully_shard:
+            if self.replicas > 1:
+                raise ValueError(f"replicas={self.replicas} needs fully_shard=true, not false")
+            return None
+        if ranks > MOST_SHARDS:
+            raise ValueError(f"fully_shard=true needs at most {MOST_SHARDS} ranks, not {ranks}")
+        return Sharding.of(parameters, ranks, self.replicas)
+
+
+@dataclass(frozen=True)
 class PlanOptions:
     """Print the communication plan of a model: who computes and sends what. MPI is not needed.
 
@@ -82,6 +126,7 @@ class PlanOptions:
     classes: int | None = bounded(None, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
     export: Path | None = read_by(trace_files, None)
+    sharding: ShardOptions = inline(ShardOptions)
     distribution: StrategyOptions = inline(StrategyOptions, without=UNPLANNED)
     kfac: KfacOptions = inline(KfacOptions)
 

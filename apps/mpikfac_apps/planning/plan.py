@@ -98,19 +98,21 @@ def foreseen_of(options: PlanOptions) -> Foreseen:
         shapes = models.shapes_of(options.model, options.classes, covered)
     first_order = options.distribution.strategy == FIRST_ORDER
     if first_order:
-        bare = mpikfac.Coverage(skip=[layer.name for layer in shapes[0]])
-        shapes = models.shapes_of(options.model, options.classes, bare)
+        covered = mpikfac.Coverage(skip=[layer.name for layer in shapes[0]])
+        shapes = models.shapes_of(options.model, options.classes, covered)
         of_name = replace(options.distribution, strategy=COMM_OPT)
         options = replace(options, distribution=of_name)
+    model = models.skeleton(options.model, options.classes)
+    parameters = mpikfac.layers.trained_shapes(model, covered)
     strategy, settings = make_strategy(options.distribution, options.kfac, options.ranks)
     if first_order:
         strategy = strategy.first_order()
     _, strategy = for_machine(run_of(options), shapes, options.ranks, strategy, settings)
     preconditioner = preconditioner_of(settings)
-    plan = make_plan(options.kfac, *shapes, options.ranks, strategy, preconditioner)
+    sharding = options.sharding.of(parameters, options.ranks)
+    plan = make_plan(options.kfac, *shapes, options.ranks, strategy, preconditioner, sharding)
     passes = options.distribution.transport.virtual_ranks or options.ranks
     examples = options.batch_per_rank * options.ranks // passes
-    model = models.skeleton(options.model, options.classes)
     calls = calls_of(options.model, model, options.kfac, entry.image, examples)
     return foreseen(options.kfac, preconditioner, settings, shapes, plan, calls, passes)
 
@@ -154,10 +156,20 @@ def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
     return [
         f"{model} on {ranks}, {plan.preconditioner} preconditioner, float32",
         *(notes if spared else []),
+        *shards(plan),
         f"{kind}: {number(workers, 'gradient worker')} per layer",
         *choices,
         last,
     ]
+
+
+def shards(plan: mpikfac.plan.Plan) -> list[str]:
+    """Return a line about the shards of parameters; none if every rank holds whole parameters."""
+    if not plan.sharding:
+        return []
+    count = plan.sharding.shards
+    replicas, of_each = number(plan.ranks // count, "replica"), number(count, "shard")
+    return [f"fully_shard: {replicas} of {of_each}; its own messages are not listed"]
 
 
 def grid(plan: mpikfac.plan.Plan) -> list[str]:

@@ -60,6 +60,7 @@ from mpikfac.plan.choices.refresh import Refresh as Refresh
 from mpikfac.plan.choices.sharding import SHARDED as SHARDED
 from mpikfac.plan.choices.sharding import ShardedParameter as ShardedParameter
 from mpikfac.plan.choices.sharding import Sharding as Sharding
+from mpikfac.plan.choices.sharding import shard_sizes as shard_sizes
 from mpikfac.plan.choices.strategy import Strategy as Strategy
 from mpikfac.plan.choices.sync import Synchronization as Synchronization
 from mpikfac.plan.choices.sync import Synchronous as Synchronous

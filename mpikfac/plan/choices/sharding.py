@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from mpikfac.plan.choices.checks import check_divides
 from mpikfac.plan.choices.combinations import Combination, OneOf
 
 
@@ -15,10 +18,19 @@ class ShardedParameter:
     Attributes:
         block: the layer or uncovered parameter that it belongs to.
         elements: the number of elements of every rank's shard, which can be 0.
+        owner: the rank that computes the direction of the block, once a plan has chosen it.
     """
 
     block: str
     elements: tuple[int, ...]
+    owner: int = 0
+
+
+def shard_sizes(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
+    """Return the number of elements of every shard: rows are distributed as by `torch.chunk`."""
+    rows, of_row = shape[0], math.prod(shape[1:])
+    each = -(-rows // shards)
+    return tuple(of_row * max(0, min(each, rows - each * shard)) for shard in range(shards))
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,27 @@ class Sharding:
     parameters: tuple[ShardedParameter, ...] = ()
     shards: int = 1
 
+    @staticmethod
+    def of(
+        parameters: Iterable[tuple[str, tuple[int, ...]]], ranks: int, replicas: int = 1
+    ) -> Sharding:
+        """Return the shards that `fully_shard` makes of parameters.
+
+        Args:
+            parameters: the block and the shape of every trained parameter, in the model's order.
+            replicas: the number of replicas of the shards.
+
+        Raises:
+            ValueError: `replicas` does not divide `ranks`, or a parameter has no dimensions.
+        """
+        check_divides("replicas", replicas, ranks)
+        shards, planned = ranks // replicas, list[ShardedParameter]()
+        for block, shape in parameters:
+            if not shape:
+                raise ValueError(f"{block} is a number, and fully_shard needs rows: use shape (1,)")
+            planned.append(ShardedParameter(block, shard_sizes(shape, shards) * replicas))
+        return Sharding(tuple(planned), shards)
+
     def __bool__(self) -> bool:
         return bool(self.parameters)
 
@@ -40,20 +73,23 @@ class Sharding:
         """Return whether a rank sends gradients to an owner, as the ranks of its replica do."""
         return rank // self.shards == owner // self.shards
 
-    def gathered(self, owners: Mapping[str, int]) -> list[list[int]]:
-        """Return how many numbers every rank sends to every owner: its shards, and one per shard.
+    def owned_by(self, owners: Mapping[str, int]) -> Sharding:
+        """Return the same shards, with the owner of every block."""
+        owned = (replace(each, owner=owners[each.block]) for each in self.parameters)
+        return replace(self, parameters=tuple(owned))
 
-        Args:
-            owners: the rank that computes the direction of every block.
-        """
-        by_owner = list(zip(*self.scattered(owners)))
+    @cached_property
+    def gathered(self) -> list[list[int]]:
+        """How many numbers every rank sends to every owner: its shards, and one per shard."""
+        by_owner = list(zip(*self.scattered))
         ranks = range(len(by_owner))
         return [[by_owner[r][owner] * self.sends(r, owner) for owner in ranks] for r in ranks]
 
-    def scattered(self, owners: Mapping[str, int]) -> list[list[int]]:
-        """Return how many numbers every owner sends to every rank: shards, and one per shard."""
+    @cached_property
+    def scattered(self) -> list[list[int]]:
+        """How many numbers every owner sends to every rank: shards, and one per shard."""
         ranks = range(len(self.parameters[0].elements))
-        of_owner = [[p for p in self.parameters if owners[p.block] == owner] for owner in ranks]
+        of_owner = [[p for p in self.parameters if p.owner == owner] for owner in ranks]
         return [[sum(p.elements[rank] + 1 for p in own) for rank in ranks] for own in of_owner]
 
 

@@ -32,7 +32,7 @@ def gather_gradients(rank: RankPlan) -> list[Message]:
     """Return the message that sends shards of averaged gradients to the owners of their layers."""
     if not rank.sharding:
         return []
-    counts = rank.sharding.gathered(rank.updaters)
+    counts = rank.sharding.gathered
     return rows(names.GATHER_GRADIENTS, counts, rank.itemsizes.numbers, rank.rank)
 
 
@@ -40,5 +40,6 @@ def scatter_directions(rank: RankPlan) -> list[Message]:
     """Return the message that sends directions from owners to the shards."""
     if not rank.sharding:
         return []
-    counts = rank.sharding.scattered(rank.updaters)
-    return rows(names.SCATTER_DIRECTIONS, counts, rank.itemsizes.numbers, rank.rank)
+    return rows(
+        names.SCATTER_DIRECTIONS, rank.sharding.scattered, rank.itemsizes.numbers, rank.rank
+    )

@@ -23,7 +23,7 @@ from mpikfac_apps.options.options import (
 )
 from mpikfac_apps.options.sources import Presets
 from mpikfac_apps.planning.facts import UNPLANNED
-from mpikfac_apps.planning.options import json_file
+from mpikfac_apps.planning.options import ShardOptions, json_file
 from mpikfac_apps.text import counts
 
 STRATEGIES = ("sgd", *mpikfac.plan.NAMED)  # "sgd" is plain data parallelism
@@ -42,6 +42,7 @@ SIMULATE_BASIC = (
         "stragglers",
     ),
     *("factor_update_steps", "inv_update_steps", "json"),
+    *("fully_shard", "replicas"),
 )
 SEARCH = ("search", "picture")
 
@@ -95,6 +96,7 @@ class PredictionOptions:
     batch_per_rank: int = bounded(32, ">= 1")
     stragglers: float = bounded(0.0, ">= 0")
     json: Path | None = read_by(json_file, None)
+    sharding: ShardOptions = inline(ShardOptions)
     distribution: StrategyOptions = inline(StrategyOptions, without=(*OWN, *UNPLANNED))
     kfac: KfacOptions = inline(KfacOptions, without=OWN)
     given: Mapping[str, Any] = field(default_factory=dict, metadata={"given": True})

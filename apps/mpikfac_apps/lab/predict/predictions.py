@@ -31,6 +31,7 @@ BOUNDED = ("stale-inverse", "event-driven")  # predictions are upper bounds
 OVERLAP = "transport.overlap"
 WIDTH = 96
 Row = dict[str, Any]
+Parameters = Sequence[tuple[str, tuple[int, ...]]]
 
 
 def predictions(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[Row]:
@@ -120,11 +121,15 @@ class NetworkShapes:
     Attributes:
         covered: the layer shapes for training with K-FAC.
         bare: the layer shapes for training without K-FAC.
+        parameters: the block and the shape of every trained parameter, with K-FAC.
+        bare_parameters: the same without K-FAC.
         calls: the calls of the covered layers in a pass on a rank.
     """
 
     covered: Shapes
     bare: Shapes
+    parameters: Parameters
+    bare_parameters: Parameters
     calls: Calls
 
 
@@ -138,6 +143,8 @@ def network_of(options: PredictionOptions) -> NetworkShapes:
     return NetworkShapes(
         covered,
         models.shapes_of(options.model, options.classes, bare),
+        mpikfac.layers.trained_shapes(model, covers),
+        mpikfac.layers.trained_shapes(model, bare),
         calls_of(options.model, model, options.kfac, entry.image, options.batch_per_rank),
     )
 
@@ -158,6 +165,7 @@ def foreseen_of(
     kfac = replace(options.kfac, inv_update_steps=usual)
     first_order = name.startswith("sgd")
     shapes = network.bare if first_order else network.covered
+    parameters = network.bare_parameters if first_order else network.parameters
     name = "mem-opt" if name == "sgd" else name.removeprefix(SGD)
     strategy, settings = make_strategy(chosen(options, name, ranks), kfac, ranks)
     preconditioner = preconditioner_of(settings)
@@ -170,7 +178,8 @@ def foreseen_of(
         job_of(options, kfac.lasting_factor_update_steps, usual),
     )
     strategy = mpikfac.predict.tuned(strategy, *shapes, ranks, machine, job, forms)
-    plan = make_plan(kfac, *shapes, ranks, strategy, preconditioner)
+    sharding = options.sharding.of(parameters, ranks)
+    plan = make_plan(kfac, *shapes, ranks, strategy, preconditioner, sharding)
     given = {"inv_update_steps": options.inv_update_steps}
     return foreseen(kfac, preconditioner, given, shapes, plan, network.calls, ranks)
 

@@ -23,7 +23,6 @@ from mpikfac_apps.lab.predict.predictions import (
     machine_in_words,
     predictions,
 )
-from mpikfac_apps.options.options import KfacOptions
 from mpikfac_apps.text import mib, number, show, table
 
 
@@ -70,13 +69,16 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
     ]
     if machine.between is None:
         lines.append("The machine is a single node, so predictions assume all ranks on one node")
-    if settings := ", ".join(uncounted(options.kfac)):
+    if settings := ", ".join(uncounted(options)):
         lines.append(f"Not counted: {settings}")
     return lines
 
 
-def uncounted(kfac: KfacOptions) -> Iterator[str]:
+def uncounted(options: SimulateOptions) -> Iterator[str]:
     """Yield the work of a step that predictions leave out."""
+    kfac = options.kfac
+    if options.sharding.fully_shard:
+        yield "the messages of fully_shard itself"
     if kfac.estimator.fisher_type in ("mc", "type-2"):
         yield f"the backward passes of fisher_type={kfac.estimator.fisher_type}"
     if kfac.grafting.needs_batch:
