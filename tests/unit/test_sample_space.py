@@ -68,6 +68,49 @@ def test_products_are_those_of_the_dense_jacobian(monkeypatch, chunk):
     torch.testing.assert_close(products, jacobian @ ordered, **EXACT)
 
 
+class Products(nn.Module):
+    """A network whose result is a product of two features, which are returned, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh())
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x):
+        p = self.last(self.layers(x))
+        return p[:, :1] * p[:, 1:].sin(), p
+
+
+def variable(model, x):
+    u, _ = model(jet(x))
+    coefficients = torch.stack([x[:, 0], x[:, 1] - 0.5, 0 * x[:, 2]], 1)
+    return (coefficients * u.second).sum(1) + u.value * u.first[:, 0]
+
+
+def mixed(model, x):
+    u, p = model(jet(x))
+    return torch.stack([u.second.sum(1), p.second[:, 0, 0] + p.second[:, 1, 1] ** 2], 1)
+
+
+@pytest.mark.parametrize(
+    ("residual", "streams"),
+    [(variable, [5, 5, 5]), (mixed, [7, 7, 7])],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_second_derivatives_are_one_stream_unless_outputs_are_mixed(residual, streams):
+    """Oracle: rows of autograd; the number of streams by hand."""
+    model, x = Products().double(), torch.rand(7, 3, dtype=F64)
+    x[3, :2] = torch.tensor([0.0, 0.5])  # where no second derivative counts
+    term = Term(residual, x)
+    rows, _ = record(model, Parameters(model), term, 1.0, True)
+    r = residual(model, x).view(7, -1).mT.flatten()
+    exact = [torch.autograd.grad(e, [*model.parameters()], retain_graph=True) for e in r]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in of_row]) for of_row in exact])
+    torch.testing.assert_close(gram([rows], [rows]), jacobian @ jacobian.T, **EXACT)
+    assert [block.streams for block in rows] == streams
+
+
 def test_positions_and_operations_in_place_are_recorded():
     """Oracle: a row of autograd, which the first step compares; and dense least squares."""
     torch.manual_seed(0)
