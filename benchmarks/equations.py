@@ -285,7 +285,8 @@ def steps(comm: mpikfac.comm.Comm) -> None:
             parts = ", ".join(f"{stage} {n / STEPS / 2**20:.2f}" for stage, n in busiest.items())
             print(
                 f"{comm.size} ranks; width {width}, {points:,} points; "
-                f"{sum(busiest.values()) / STEPS / 2**20:.2f} MiB ({parts}); CPU seconds "
+                f"{sum(busiest.values()) / STEPS / 2**20:.2f} MiB ({parts}); of J J^T by columns "
+                f"{by_columns(task, comm.size) / 2**20:.2f}; CPU seconds "
                 f"{statistics.mean(seconds):.3f} of a rank, {max(seconds):.3f} of the slowest",
                 flush=True,
             )
@@ -305,12 +306,22 @@ def bytes_planned(
     parameters = Parameters(task.model)
     own = [record(task.model, parameters, term, 1.0, False)[0] for term in task.terms]
     forms, shapes = comm.allgather([form_of(rows) for rows in own]), parameters.shapes
-    bare = planned_messages(forms, shapes, comm.rank, tries=0, losses=0)
-    more = planned_messages(forms, shapes, comm.rank, tries=tries, losses=losses)
     found: Counter[str] = Counter()
-    for message in [*bare * STEPS, *more[len(bare) :]]:
-        found[message.stage] += message.bytes
+    for times, numbers in ((STEPS - 1, (0, 0)), (1, (tries, losses))):
+        several = dict(zip(("tries", "losses"), numbers))
+        for message in planned_messages(forms, shapes, comm.rank, **several):
+            found[message.stage] += times * message.bytes
     return {stage: n for stage, n in found.items() if n}
+
+
+def by_columns(task: EquationTask, ranks: int) -> float:
+    """Return the bytes that a rank would send if each multiplied columns of J for all residuals.
+
+    Ranks exchange rows for columns, and sum half of their symmetric products for rank 0's solution.
+    """
+    residuals, weights = sum(task.counts), Parameters(task.model).size
+    columns, products = residuals * weights / ranks, residuals**2 / 2
+    return 8 * (columns + products) * (ranks - 1) / ranks
 
 
 if __name__ == "__main__":

@@ -441,7 +441,7 @@ class SampleSpace:
 
     @torch.enable_grad()  # a residual may take derivatives of its own functions of the points
     def _loss(self, scales: Sequence[float]) -> tuple[float, Tensor]:
-        """Return the loss at the points of all ranks, and this rank's residuals, in the order of rows.
+        """Return the loss at the points of all ranks, and the residuals of this rank's rows.
 
         Collective over: comm.
 
