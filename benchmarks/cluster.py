@@ -7,7 +7,8 @@
         --model resnet20 --data DIRECTORY --json cluster.json
 
 "shampoo:mem-opt" is a preconditioner under a strategy, with the preconditioner's default settings;
-strategies without a preconditioner have inverses and a damping of 0.03.
+strategies without a preconditioner have inverses and a damping of 0.03. "mem-opt+overlap" overlaps
+messages with the backward pass.
 
 In a round, each strategy runs for one refresh interval. A strategy's step is the mean over an
 interval, the median over rounds. Communication is the time in communication stages on the rank that
@@ -44,6 +45,7 @@ from mpikfac_apps.text import table
 from mpikfac_apps.training import batches
 
 Step = Callable[[], None]
+OVERLAP = "+overlap"
 
 
 def measured(name: str) -> bool:
@@ -116,17 +118,20 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
     torch.manual_seed(0)
     model = models.build(options.model, 10).to(memory_format=torch.channels_last)
     job = job_of(name, options)
-    asked, _, name = name.rpartition(":")
+    overlap = name.endswith(OVERLAP)
+    asked, _, name = name.removesuffix(OVERLAP).rpartition(":")
     momentum = 0.0 if asked else 0.9  # else the preconditioner uses its default momentum
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum, weight_decay=5e-4)
     machine = mpikfac.predict.load_machine(options.machine)
     trainer: Any
     if name == "sgd":
-        trainer = mpikfac.FirstOrderTrainer(model, optimizer, comm)
+        strategy = overlapped(mpikfac.Strategy(mpikfac.MemOpt()), overlap)
+        trainer = mpikfac.FirstOrderTrainer(model, optimizer, comm, strategy)
     else:
         strategy, preconditioner = strategy_of(
             name, comm.size, named_preconditioner(asked or "inverse")
         )
+        strategy = overlapped(strategy, overlap)
         layers, others = models.shapes_of(options.model)
         forms = mpikfac.preconditioners.forms(preconditioner)
         strategy = mpikfac.predict.tuned(strategy, layers, others, comm.size, machine, job, forms)
@@ -147,6 +152,13 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
     for _ in range(options.inv_update_steps):
         step()
     return trainer, step
+
+
+def overlapped(strategy: mpikfac.Strategy, overlap: bool) -> mpikfac.Strategy:
+    """Return the strategy, with overlapped messages if requested."""
+    transport = strategy.transport
+    transport = dataclasses.replace(transport, overlap=overlap or transport.overlap)
+    return dataclasses.replace(strategy, transport=transport)
 
 
 def job_of(name: str, options: argparse.Namespace) -> mpikfac.predict.Job:

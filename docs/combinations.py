@@ -1,4 +1,4 @@
-"""List the methods of `Strategy` and `KFAC`, and the choices that need others, for the site."""
+"""List the methods that `Strategy` and `KFAC` accept, and what each choice needs, for the site."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import mpikfac.lab  # noqa: F401  its methods count too
+import mpikfac.lab  # noqa: F401  its methods are listed, too
 from mpikfac.plan import (
     SHARDED,
     SPLIT,
@@ -36,18 +36,17 @@ JOINTS: dict[str, type[Choice]] = {
     "grafting": Grafting,
     "clip": Clip,
 }
-"""The bases of methods by field of `Strategy`, or by argument of `KFAC`."""
+"""The base class of the methods for each field of `Strategy` or argument of `KFAC`."""
 
 HEADING = """# Choices that need other choices
 
-`Strategy` and `KFAC` refuse a choice whose needs are not met. They do so before any communication
-and in one line, such as `transport.owner_sums='alltoall' needs transport.fusion=None, not 2: an
-exchange of parts is one message`.
+`Strategy` and `KFAC` reject a choice if it needs another choice that was not made. They do so
+before any communication, with a one-line error such as `transport.owner_sums='alltoall' needs
+transport.fusion=None, not 2: the parts are exchanged in one message`.
 
 ## Methods and their fields
 
-A field exists only in the types of this table that list it, so most needs are a matter of the type
-that you choose. Each type also checks the range of its own fields.
+Each type accepts only the fields that this table lists for it, and checks their ranges.
 
 | field of `Strategy`, or argument of `KFAC` | type | name | fields and defaults |
 |---|---|---|---|
@@ -55,10 +54,10 @@ that you choose. Each type also checks the range of its own fields.
 NEEDED = """
 ## Needs
 
-The code refuses by this table. A dotted name such as `sync.local_steps` may be a property of a
-method: it is true for all methods in which ranks take steps of their own. `handed_on=True` stands
-for two split layers in a row. A refusal ends in `of layer 'NAME'` if a rule chose the
-preconditioner or the rank.
+The code enforces this table. A dotted name can also be a property of a method: for example,
+`sync.local_steps` is True for all methods in which ranks step independently. `handed_on=True`
+means that there are two split layers in a row. An error message ends in `of layer 'NAME'` if a rule
+chose the preconditioner or the rank for this layer.
 
 | choice | needs | because |
 |---|---|---|
@@ -66,7 +65,7 @@ preconditioner or the rank.
 
 
 def listing() -> str:
-    """Return the page of all methods, and of all combinations that the code refuses by."""
+    """Return the page that lists all methods, and all combinations that the code checks."""
     of_methods = [need for _, kind in _methods() for need in kind.needs]
     of_preconditioners = [
         need for preconditioner in PRECONDITIONERS.values() for need in preconditioner.form.needs
@@ -76,7 +75,7 @@ def listing() -> str:
 
 
 def _methods() -> Iterator[tuple[str, type[Choice]]]:
-    """Yield each method with the field or the argument that takes it."""
+    """Yield each method with the field or argument that accepts it."""
     for field, base in JOINTS.items():
         for kind in named_types(base).values():
             yield field, kind
@@ -97,13 +96,13 @@ def _field(field: dataclasses.Field[Any]) -> str:
 
 
 def _rows(table: list[Combination]) -> Iterator[str]:
-    """Yield a row for each combination, without repetition."""
+    """Yield a row for each combination, without duplicates."""
     for cells in dict.fromkeys(map(_cells, table)):
         yield f"| {' | '.join(cells)} |\n"
 
 
 def _cells(row: Combination) -> tuple[str, str, str]:
-    """Return the choice, the needs and the reason."""
+    """Return the choice, what it needs, and the reason."""
     values = "" if row.values is None else "=" + " or ".join(map(repr, row.values))
     needs = [f"`{shown(name, need)}`" for name, need in row.needs.items()]
     return f"`{row.choice}{values}`", (" or " if row.any_of else ", ").join(needs), row.why

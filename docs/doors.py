@@ -1,4 +1,4 @@
-"""Show the names that an `__init__.py` imports for others in the API reference."""
+"""Show the names that an `__init__.py` re-exports in the API reference."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import griffe
 
 
 class Doors(griffe.Extension):
-    """Take a name imported as itself, `from mpikfac.comm.grid import Grid as Grid`, as public."""
+    """Make names public that are imported as themselves, as in `from .grid import Grid as Grid`."""
 
     def on_alias_instance(
         self, *, node: ast.AST | griffe.ObjectNode, alias: griffe.Alias, **kwargs: Any
     ) -> None:
-        """Mark the name as public if the import says `as` with the same name."""
+        """Mark the name as public if it is imported `as` itself."""
         if isinstance(node, ast.ImportFrom):
             alias.public = any(name.name == name.asname == alias.name for name in node.names)

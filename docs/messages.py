@@ -1,7 +1,7 @@
-"""Collect the messages of the code: errors, warnings, and lines to stderr.
+"""Collect the messages in the code: errors, warnings, and lines printed to stderr.
 
 The site lists all messages by package. `docs/reference/failures.md` explains the messages that do
-not say what to do, and a test compares the page with the code.
+not say what to do, and a test compares this page with the code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "mpikfac").rglob("*.py"), *(ROOT / "apps").rglob("*.py")])
 SCRIPTS = sorted(path for path in (ROOT / "jobs").rglob("*.*") if path.suffix != ".yaml")
 ERRORS = {"ArgumentTypeError", "OSError", "RuntimeError", "TypeError", "UserError", "ValueError"}
-CALLS = {"error", "print", "warning"}  # of a parser, to stderr, of a log
+CALLS = {"error", "print", "warning"}  # a parser's, Python's with stderr, a logger's
 VERBS = (
     "add|allow|average|begin|call|change|check|choose|clip|close|construct|continue|convert|copy|create|delete|"
     "detach|end|fix|freeze|give|install|leave|load|make|measure|name|pass|put|raise|remove|rename|repair|restart|"
@@ -28,17 +28,16 @@ NEED = re.compile(
     r"|\b(go on|continue) with\b"
     rf"|[;:,.] (?:{BEFORE})*({VERBS})\b"
 )
-"""Words of a message that says what is needed or what to do."""
+"""Matches a message that says what is needed or what to do."""
 HEADING = """# Messages
 
-All errors and warnings of the library, the programs and the job scripts, by package.
-`…` stands for text that differs from case to case. A message without a link itself says what is
-needed or what to do.
+This page lists all errors and warnings of the library, the programs and the job scripts by package.
+`…` stands for text that varies. Messages without a link already say what is needed or what to do.
 """
 
 
 def template(node: ast.AST | None) -> str:
-    """Return a text with … in place of variable parts."""
+    """Return a text with its variable parts replaced by …."""
     if isinstance(node, ast.Constant):
         return re.sub(r"(%[a-z])+", "…", str(node.value))
     if isinstance(node, ast.JoinedStr):
@@ -47,7 +46,7 @@ def template(node: ast.AST | None) -> str:
 
 
 def texts(path: Path) -> list[str]:
-    """Return all texts of a program or of a script, with … in place of variable parts."""
+    """Return all texts in a program or script, with their variable parts replaced by …."""
     if path.suffix == ".py":
         nodes = ast.walk(ast.parse(path.read_text()))
         return [template(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr)]
@@ -55,7 +54,7 @@ def texts(path: Path) -> list[str]:
 
 
 def messages(path: Path) -> list[str]:
-    """Return the messages of a program or of a script, without messages assembled elsewhere."""
+    """Return the messages in a program or script, excluding those assembled elsewhere."""
     if path.suffix == ".py":
         candidates = _said(ast.parse(path.read_text()))
     else:
@@ -66,13 +65,13 @@ def messages(path: Path) -> list[str]:
 
 
 def explained(page: str) -> list[str]:
-    """Return the messages that a page explains: all code in the first cells of its tables."""
+    """Return the messages that a page explains: all code in the first column of its tables."""
     cells = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
     return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
 
 
 def says_remedy(message: str) -> bool:
-    """Return whether a message says what is needed, or what to do."""
+    """Return whether a message says what is needed or what to do."""
     return NEED.search(message) is not None
 
 
@@ -100,7 +99,7 @@ def listing(page: str, link: str) -> str:
 
 
 def _said(tree: ast.AST) -> Iterator[str]:
-    """Yield the texts of errors, of warnings, and of prints to stderr."""
+    """Yield the texts of errors and warnings, and those printed to stderr."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             call, names = node.exc, ERRORS
@@ -115,11 +114,11 @@ def _said(tree: ast.AST) -> Iterator[str]:
 
 
 def _quoted(script: str) -> Iterator[str]:
-    """Yield the quoted texts of a script."""
+    """Yield the quoted texts in a script."""
     for quoted in re.findall(r'"([^"\n]*)"', script):
         yield re.sub(r"\$\w+|\$\{[^}]*\}", "…", quoted)
 
 
 def _has_words(text: str) -> bool:
-    """Return whether a text has own words, besides a name before another message."""
+    """Return whether a text contains words, and not just a prefix for another message."""
     return re.search(r"[a-z]", text.replace("mpikfac", "").split(": ")[-1]) is not None

@@ -1,9 +1,9 @@
-"""Choose the pages of the site, and make the pages of the API reference.
+"""Choose the site's pages, and generate those of the API reference.
 
-A page has the path of the file in the repository, so links between files work in both places. The
-README is the landing page. The reference has a page for the exported names of `mpikfac`, a page for
-each package in `mpikfac`, and the lists of messages and of combinations. The search ranks the guide
-above the reference.
+A page has the same path as its file in the repository, so links work in both places. The README is
+the landing page. The reference has a page for the exported names of `mpikfac`, a page for each
+package in `mpikfac`, and lists of messages and combinations. The search ranks the guide above the
+reference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHOWN = (
     *("docs/reports/*.html", "benchmarks/*.md", "benchmarks/results/*", "mpikfac/**/*.py"),
 )
 MODULES = ("mpikfac.settings.schedule", "mpikfac.timeline")  # modules that mpikfac exports
-BOOSTS = {  # factors of the search, by the beginning of a path; 1 for all others
+BOOSTS = {  # search boosts by path prefix; 1 for all other paths
     **dict.fromkeys(("README.md", "docs/start/", "docs/guide/"), 4),
     **dict.fromkeys(("docs/ideas/", "docs/extensions/"), 2),
     **dict.fromkeys(("docs/decisions/", "reference/", "CHANGELOG.md", "CONTRIBUTING.md"), 0.5),
@@ -33,13 +33,13 @@ BOOSTS = {  # factors of the search, by the beginning of a path; 1 for all other
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Return the configuration with the pages of a folder in the place of the folder."""
+    """Return the configuration with folders in the navigation replaced by their pages."""
     config.nav = [_opened(entry) for entry in config.nav or ()]
     return config
 
 
 def _opened(entry: Any) -> Any:
-    """Return an entry of the navigation, with lists of pages in the place of folders."""
+    """Return a navigation entry with folders replaced by lists of their pages."""
     if isinstance(entry, dict):
         return {title: _opened(value) for title, value in entry.items()}
     if isinstance(entry, list):
@@ -51,13 +51,13 @@ def _opened(entry: Any) -> Any:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Return the files of the theme, the shown files of the repository, and the reference."""
+    """Return the theme's files, the repository's files to show, and the reference."""
     shown = Files([file for file in files if file.src_dir != config.docs_dir])
     for path in (path for pattern in SHOWN for path in ROOT.glob(pattern)):
         name = str(path.relative_to(ROOT))
         file = File.generated(config, name, abs_src_path=str(path))
         if path.suffix == ".py":
-            file.dest_uri = f"{name}.txt"  # a browser shows text, but stores programs
+            file.dest_uri = f"{name}.txt"  # browsers show text files, but download programs
         shown.append(file)
     packages = [f"mpikfac.{path.parent.name}" for path in (ROOT / "mpikfac").glob("*/__init__.py")]
     for name in ("mpikfac", *packages, *MODULES):
@@ -78,7 +78,7 @@ def _messages() -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Return the text of a page unchanged; set the page's place in the search, and its frame."""
+    """Return a page's text unchanged; set its search boost, and hide the README's navigation."""
     path = page.file.src_uri
     boost = next((boost for start, boost in BOOSTS.items() if path.startswith(start)), 1)
     page.meta["search"] = {"boost": boost}

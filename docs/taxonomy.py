@@ -2,14 +2,14 @@
 
     python docs/taxonomy.py > docs/extensions/taxonomy.md
 
-Places follow from the choices of a strategy and from the messages of its plan.
+A strategy's place follows from its choices and from the messages in its plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-import mpikfac.lab  # its names count too
+import mpikfac.lab  # its strategies are listed, too
 from mpikfac.plan import NAMED, LayerShape, Plan, Strategy, axes
 from mpikfac.plan import names as stages
 
@@ -19,24 +19,25 @@ OF_WEIGHTS = (
     *(stages.REDUCE_GRADIENTS, stages.EXCHANGE_WEIGHTS),
     *(stages.PUBLISH_DIRECTIONS, stages.PUBLISH_WEIGHTS),
 )
-"""Stages whose messages make the same weights of all ranks' gradients."""
+"""Stages whose messages turn all ranks' gradients into the same weights."""
 
 HEAD = """\
 # Named strategies on the axes of surveys
 
-This page classifies the named strategies by two published taxonomies.
-`python docs/taxonomy.py` writes it from the catalogue that `mpikfac strategies` prints.
+This page classifies the named strategies according to two published taxonomies.
+`python docs/taxonomy.py` generates it from the catalogue that `mpikfac strategies` prints.
 
 ## Parallelism, optimisation, scheduling, exchange
 
 This table uses the axes of [[Langer et al. 2020](../reference/references.md)]:
 
-- All strategies are data parallel. *By layers* is the work of a step that the ranks divide by
-  layers, as in model parallelism. [Split layers](split_layers.md) divide a layer itself, and can be
-  combined with most strategies.
+- All strategies are data parallel. *By layers* lists the work that the ranks divide by layers in
+  each step, as in model parallelism. [Split layers](split_layers.md) divide individual layers, and
+  can be combined with most strategies.
 - *Centralised*: all ranks train one model, wherever it is stored. *Decentralised*: each rank, or
   each node, steps its own replica between exchanges.
-- *Synchronous*: all ranks meet at an exchange. *Asynchronous*: no rank waits for another.
+- *Synchronous*: ranks wait for each other at an exchange. *Asynchronous*: no rank waits for
+  another.
 - *Exchange*: the collectives that send gradients or weights, but not those that send curvature.
 """
 MIDDLE = """
@@ -62,7 +63,7 @@ def page() -> Iterator[str]:
 
 
 def langer(name: str) -> dict[str, str]:
-    """Return a named strategy on the axes of [Langer et al. 2020]."""
+    """Return a named strategy's place on the axes of [Langer et al. 2020]."""
     strategy = NAMED[name].strategy
     sync = strategy.sync
     return {
@@ -74,7 +75,7 @@ def langer(name: str) -> dict[str, str]:
 
 
 def by_layers(name: str, strategy: Strategy) -> str:
-    """Return the work of a step that ranks divide among them by layers."""
+    """Return the work that ranks divide by layers in each step."""
     if not strategy.sync.waits_for_all:
         return "none"
     factors = plan_of(name, strategy).factors.values()
@@ -85,7 +86,7 @@ def by_layers(name: str, strategy: Strategy) -> str:
 
 
 def exchanged(name: str, strategy: Strategy) -> str:
-    """Return the primitives of MPI that make the same weights of all ranks' gradients."""
+    """Return the MPI primitives that turn all ranks' gradients into the same weights."""
     if not strategy.sync.waits_for_all:
         return "Send to a server, and back"
     sent = plan_of(name, strategy).messages(0, False, False)
@@ -94,13 +95,13 @@ def exchanged(name: str, strategy: Strategy) -> str:
 
 
 def plan_of(name: str, strategy: Strategy) -> Plan:
-    """Return the plan of a named strategy for equal layers."""
+    """Return the plan of a named strategy for `LAYERS`."""
     preconditioner = NAMED[name].settings.get("preconditioner", "inverse")
     return mpikfac.make_plan(LAYERS, RANKS, strategy, preconditioner=preconditioner)
 
 
 def table(place: Callable[[str], Mapping[str, str]]) -> Iterator[str]:
-    """Yield a table with a line for each place, which names the strategies there."""
+    """Yield a table with one row per place, which lists the strategies at this place."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name in NAMED:
         names.setdefault(tuple(place(name).values()), []).append(f"`{name}`")

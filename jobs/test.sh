@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests:
-#   bash jobs/test.sh         the quick tests, those without a mark; 5 minutes on two idle cores
+#   bash jobs/test.sh         the quick tests, those without a mark; 4 minutes on two idle cores
+#   bash jobs/test.sh --lab   the quick tests of the laboratory (mpikfac/lab) and of its programs and
+#                             examples, those marked lab; 4 minutes
 #   bash jobs/test.sh --ci    the remaining tests that every change must pass: those marked gate, and
 #                             a part of --device; 15 minutes
 #   bash jobs/test.sh --all   all tests; an hour
@@ -24,12 +26,13 @@ HOUR=3600 # limit of a stage at pace 1 in seconds; on two idle cores, no stage t
 IDLE=3000 # the timed start takes at most so many milliseconds on an idle machine
 extras=(test) counted=() measured=()
 case ${1-} in
-    "") chosen=(-m "not slow and not gate") ;;
+    "") chosen=(-m "not slow and not gate and not lab") ;;
+    --lab) chosen=(-m "lab and not slow and not gate") ;;
     --device | --sizes | --smpi | --all) chosen=() ;;
     --frameworks) extras+=(frameworks) ;;
     --ci) chosen=(-m gate) ;;
     *)
-        echo "usage: bash jobs/test.sh, with nothing, --ci, --all, --device, --sizes, --smpi or --frameworks" >&2
+        echo "usage: bash jobs/test.sh, with nothing, --lab, --ci, --all, --device, --sizes, --smpi or --frameworks" >&2
         exit 2
         ;;
 esac
@@ -138,7 +141,7 @@ esac
 
 others=(--ignore=tests/unit tests) numbers=(2 3 4)
 case ${1-} in
-    "") others+=(--ignore=tests/mpi) numbers=(2 3) ;;
+    "" | --lab) others+=(--ignore=tests/mpi) numbers=(2 3) ;;
 esac
 stage "unit tests" one_process -n 2 --max-worker-restart=0 "${counted[@]}" "${chosen[@]}" tests/unit
 # Files start in the order of the folders: the long tests of apps/ come first.

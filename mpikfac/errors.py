@@ -31,14 +31,14 @@ class UserError(Exception):
 class RanksDifferError(UserError):
     """Report that values that must be equal on all ranks differ.
 
-    Retrying does not help, because the ranks differ until one copies the values of another.
+    Retrying does not help, because the ranks differ until one copies another's values.
     """
 
 
 class RankLostError(RuntimeError):
     """Report that a message failed because another rank has ended, or does not take part.
 
-    This is a consequence; the other rank, or the launcher, reports the cause.
+    This error is only a consequence; the other rank, or the launcher, reports the cause.
     """
 
 
@@ -94,7 +94,7 @@ def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Itera
         # between writes.
         print(report, end="", file=sys.stderr, flush=True)
         comm.Abort(CRASH)
-        raise SystemExit(CRASH) from None  # some MPIs end the process only here
+        raise SystemExit(CRASH) from None  # with some MPI libraries, Abort returns
 
 
 def _all_arrived(comm: _Ranks) -> bool:

@@ -50,8 +50,8 @@ def reading(path: str | Path, limit: int | None = None, links: bool = False) -> 
 
     Args:
         limit: maximum size of the file in bytes; None for no limit.
-        links: follow a link at the end of `path`; for paths that a user names, not for files in a
-            run's directory.
+        links: whether to follow a link at the end of `path`; for paths that a user names, not for
+            files in a run's directory.
 
     Raises:
         Refused: the path is not a regular file, or the file is too large.
@@ -73,7 +73,7 @@ def writing(
     Args:
         begin: "empty" drops the content, "new" fails if the file exists, and "end" appends to the
             content.
-        named: the user named the path, so links are followed, and devices are accepted.
+        named: whether the user named the path; if so, links are followed and devices accepted.
 
     Raises:
         Refused: the path is not a regular file.
@@ -133,7 +133,7 @@ def read_json(path: str | Path, limit: int = LIMIT, links: bool = False) -> Any:
     Raises:
         Refused: the path is not a regular file, or the file is too large.
         OSError: the file cannot be read.
-        ValueError: the file is not JSON, or too deep; the message does not contain the path.
+        ValueError: the file is not JSON, or nested too deeply; the message lacks the path.
     """
     return json_of(read_bytes(path, limit, links))
 
@@ -183,7 +183,7 @@ def json_of(text: bytes | str) -> Any:
     """Parse a JSON text of at most `DEEP` levels.
 
     Raises:
-        ValueError: the text is not JSON, or too deep.
+        ValueError: the text is not JSON, or nested too deeply.
     """
     try:
         content = json.loads(text)

@@ -48,7 +48,7 @@ from mpikfac.trace import Trace
 from mpikfac.trainer import Trainer
 
 SHARDED_OPTIMIZER = "sharded-optimizer"
-"""The strategy of a sharded model, by default."""
+"""The default strategy for a sharded model."""
 
 log = logging.getLogger("mpikfac")
 
@@ -112,9 +112,9 @@ class KFAC(Trainer):
             models in float64 are never rounded. Only the tensor cores of NVIDIA GPUs compute this
             faster; other devices round without saving time. None: "tf32" on an NVIDIA GPU without
             staleness, otherwise "float32".
-        cuda_graph: record the computation of directions as a CUDA graph, and replay it with a
-            single call in steps whose settings have not changed. Requires an NVIDIA GPU, but has
-            not been tested on one yet.
+        cuda_graph: whether to record the computation of directions as a CUDA graph, and replay it
+            with a single call in steps whose settings have not changed. Requires an NVIDIA GPU, but
+            has not been tested on one yet.
         trace: times the stages; a new trace if None.
 
     Raises:
@@ -123,9 +123,9 @@ class KFAC(Trainer):
 
     Attributes:
         plan: the communication plan.
-        steps: completed steps.
+        steps: the number of completed steps.
         votes: `[16]`, in the dtype of the statistics. Values that a rank writes before a step are
-            sent with the gradients; after the step, all ranks find the means over ranks there. The
+            sent with the gradients; after the step, they are the means over all ranks. The
             last eight are reserved for K-FAC.
         nonfinite: counts of non-finite values.
         is_consistent: whether the rank's state is exactly the state after `steps` steps, without
@@ -280,9 +280,9 @@ class KFAC(Trainer):
 
     @without_autocast
     def precondition(self, scaler: Scaler | None = None) -> None:
-        """Precondition covered layers' gradients; the caller averages them before and steps after.
+        """Precondition covered layers' gradients; the caller averages them first, and then steps.
 
-        The caller also averages buffers, and averages and steps uncovered parameters. With
+        The caller also averages buffers and the gradients of uncovered parameters. With
         `AdamGrafting`, the default, Adam's steps replace the gradients of uncovered parameters.
 
         Collective over: world.
@@ -290,15 +290,15 @@ class KFAC(Trainer):
         Args:
             scaler: the `torch.amp.GradScaler` that scaled the loss and whose `unscale_` has already
                 unscaled the averaged gradients; this method unscales the statistics. If gradients
-                are not finite, which must then be so on all ranks, they stay unchanged: the
+                are not finite, which must then be true on all ranks, they stay unchanged: the
                 scaler's `step` skips them, and the batch is ignored.
 
         Raises:
             ValueError: the set of trained parameters has changed, or the strategy has
-                `shard_optimizer` (the owner of a layer must step it), `overlap` (gradients are sent
-                before the caller can average them), `virtual_ranks` (K-FAC adds their gradients in
-                order), local steps (the caller averages gradients) or `QuadraticModel` (only `step`
-                uses the batch).
+                `shard_optimizer` (the owner of a layer must update it), `overlap` (gradients are
+                sent before the caller can average them), `virtual_ranks` (K-FAC adds their
+                gradients in order), local steps (the caller averages gradients) or `QuadraticModel`
+                (only `step` uses the batch).
         """
         self._check_preconditions()
         self._warn_of_unfinished()
@@ -326,7 +326,7 @@ class KFAC(Trainer):
         self._take_up_cuts()
 
     def _check_preconditions(self) -> None:
-        """Check that the caller can average and step the gradients.
+        """Check that the caller can average the gradients and take the step.
 
         Raises:
             ValueError: the strategy or the grafting does this itself.
@@ -334,7 +334,7 @@ class KFAC(Trainer):
         strategy = self.plan.strategy
         if strategy.sync.local_steps:
             raise ValueError(
-                f"with sync={strategy.sync.name!r} each rank steps a replica; call step()"
+                f"with sync={strategy.sync.name!r} each rank updates a replica; call step()"
             )
         if self.settings.grafting.needs_batch:
             raise ValueError(
@@ -345,7 +345,7 @@ class KFAC(Trainer):
         if sharded or transport.overlap or transport.virtual_ranks:
             raise ValueError(
                 "with shard_optimizer=True, overlap=True or virtual_ranks, the caller cannot "
-                "average or step gradients; call step()"
+                "average gradients or take the step; call step()"
             )
         check_momentum(self.optimizer, strategy, self.settings.grafting.momentum)
 
@@ -405,13 +405,13 @@ class KFAC(Trainer):
                 with torch.no_grad():
                     kfac.update_damping(loss.item(), criterion(model(images), labels).item())
 
-        The ratio is the change of the loss, averaged over ranks, relative to the change that
+        The ratio is the change in the loss, averaged over ranks, relative to the change that
         K-FAC's damped quadratic model predicts for `delta = -lr direction`:
         `<gradient, delta> + 1/2 <delta, C delta>`. `C direction` is the gradient, up to the scale
         of the step, so no product with C is computed. Everything outside this model contributes
-        only to the change of the loss: momentum, weight decay, uncovered parameters, and, in a
+        only to the change in the loss: momentum, weight decay, uncovered parameters, and, in a
         layer with several learning rates, the coupling of its parameters. With `QuadraticModel`,
-        the prediction is that of the full quadratic model for the full step. With inverses, the new
+        the full quadratic model predicts the full step. With inverses, the new
         damping takes effect at the next decomposition. Call `update_damping` before `state_dict`,
         which does not store the prediction.
 

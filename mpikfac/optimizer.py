@@ -25,7 +25,7 @@ from mpikfac.preconditioners import named_preconditioner
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Damping, Estimator
 from mpikfac.trainer import Trainer
 
-MODEL = "model/"  # names of items of the model in a trainer's state
+MODEL = "model/"  # the prefix of the model's items in a trainer's state
 PASSED = "grad_scale", "found_inf"
 """Attributes that a GradScaler sets on an optimizer for one step."""
 PARTS = {
@@ -157,8 +157,8 @@ class Optimizer(torch.optim.Optimizer):
         With COMM-OPT, the default strategy, each rank's state is complete, so rank 0's can be
         loaded by all ranks, and by any number of ranks. The exceptions are preconditioners whose
         factors come from the averaged gradient, such as "shampoo" and "soap", and
-        `Refresh(staleness=1)`: there, each rank stores only the factors that it decomposes, or the
-        pending decompositions that it has computed, and must load its own state; rank 0's is
+        `Refresh(staleness=1)`: with these, each rank stores only the factors that it decomposes, or
+        the pending decompositions that it has computed, and must load its own state; rank 0's is
         rejected.
 
         Collective over: see `KFAC.state_dict`.
@@ -241,8 +241,8 @@ class KFACOptimizer(Optimizer):
         lr: the learning rate; a scheduler should decay it to 0.
         params: the parameters to train, or parameter groups with their own `lr`, `momentum` or
             `weight_decay`, as for any torch optimizer; all parameters of the model if None.
-        momentum: Nesterov momentum of the averaged gradients. Schedulers can change it, but to the
-            same value in all groups. None: that of `grafting`, or else the preconditioner's
+        momentum: Nesterov momentum of the averaged gradients. Schedulers can change it, but must
+            set the same value in all groups. None: that of `grafting`, or the preconditioner's
             default, which is 0.9 for most and 0.95 for "muon".
         weight_decay: decoupled from the gradient, as in AdamW: a step multiplies weights by
             `1 - lr * weight_decay`.
@@ -320,12 +320,12 @@ class DistributedMuon(KFACOptimizer):
         optimizer = mpikfac.DistributedMuon(model, lr=0.0075)
 
     It accepts the arguments of `KFACOptimizer`, except for `preconditioner`. The gradient of a
-    layer is reduced to the rank that owns the layer; this rank computes the polar factor and steps
-    the layer, and the new weights are sent to all ranks. A step sends no more bytes than averaging
-    gradients does. `state_dict` returns only the rank's part of the state: save one file per rank,
-    or use `save_checkpoint`. With `strategy="comm-opt"`, every rank computes every polar factor,
-    and rank 0's state is complete. `coverage=Coverage(skip=[...])` leaves layers to Adam's step.
-    See [Muon].
+    layer is reduced to the rank that owns the layer; this rank computes the polar factor and
+    updates the layer, and the new weights are sent to all ranks. A step sends no more bytes than
+    averaging gradients does. `state_dict` returns only the rank's part of the state: save one file
+    per rank, or use `save_checkpoint`. With `strategy="comm-opt"`, every rank computes every polar
+    factor, and rank 0's state is complete. `coverage=Coverage(skip=[...])` trains layers with
+    Adam's step. See [Muon].
 
     Collective over: comm.
     """

@@ -56,7 +56,7 @@ def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]
 
     Starts and ends are times of one clock. An event that sends nothing never waits. On background
     threads, waiting is unknown and counts as 0: messages are already in flight when the recording
-    starts, and ranks have not progressed equally far.
+    starts, and some ranks are further along than others.
     """
     named = [list(_collectives(events, rank, columns)) for rank, events in enumerate(ranks)]
     arrived: dict[tuple[str, ...], float] = {}
@@ -95,7 +95,7 @@ def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[t
 def stage_means(ranks: Sequence[Recorded], columns: int) -> dict[str, Any]:
     """Return every stage's mean seconds, calls, bytes and waiting per step, for `stages.json`.
 
-    A stage's time excludes inner stages, so the times of all stages add up to that of the step; the
+    A stage's time excludes inner stages, so the times of all stages add up to the step's time; the
     time outside all stages is "other".
     """
     waits = waiting([recorded.events for recorded in ranks], columns)
@@ -147,7 +147,7 @@ def stage_table(means: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _by_stage(ranks: Sequence[Stages]) -> dict[str, list[dict[str, float]]]:
-    """Return the means of all ranks by stage, 0 on a rank without the stage."""
+    """Return each rank's means, by stage; they are 0 on a rank without the stage."""
     names = dict.fromkeys(stage for stages in ranks for stage in stages)
     return {
         name: [stages.get(name, dict.fromkeys(MEANS, 0.0)) for stages in ranks] for name in names

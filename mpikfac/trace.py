@@ -46,7 +46,7 @@ class Event(NamedTuple):
             part such as "world in node 3"; "group" or "peers" for split layers; "curvature" and
             "servers" for messages to and from ranks that do not train; "" if the stage sends
             nothing.
-        bytes: bytes that this rank passed to MPI.
+        bytes: the number of bytes that this rank passed to MPI.
         depth: the number of enclosing stages on the same thread.
         thread: "" for the training itself, otherwise the name of the background thread.
         flight: the number of the overlapped message, if the stage sends a piece of one; otherwise
@@ -74,7 +74,7 @@ class Trace:
     thread that created the trace.
 
     Args:
-        events: record events from the start; see `record`.
+        events: whether to record events from the start; see `record`.
 
     Attributes:
         calls: the number of runs by stage; under "decompositions", the number of factors that this

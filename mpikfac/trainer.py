@@ -94,7 +94,7 @@ class Built:
         method: turns averaged gradients into directions.
         exchange: what ranks exchange in addition to reductions.
         parts: the parts with items in the state.
-        stepped: the parameters that the rank's optimizer steps, by name.
+        stepped: the parameters that the rank's optimizer updates, by name.
     """
 
     plan: Plan
@@ -113,7 +113,7 @@ class Trainer:
     Collective over: world. All ranks get rank 0's model.
 
     Attributes:
-        steps: completed steps.
+        steps: the number of completed steps.
         nonfinite: counts of non-finite values.
         trace: seconds and bytes of every stage.
     """
@@ -161,7 +161,7 @@ class Trainer:
     ) -> None:
         """Go from local gradients to identical new weights on every rank.
 
-        A parameter without a gradient is treated as one with gradient 0. Parameters that were
+        A parameter without a gradient is treated as if its gradient were 0. Parameters that were
         frozen, unfrozen, added or replaced since the last step do not change in this step; from the
         next step on, the trainer trains the changed model.
 
@@ -298,7 +298,7 @@ class Trainer:
         self._end(arguments)
 
     def _begin_batch(self, step: int) -> None:
-        """Begin the batch of a step: the state is now that after `step` steps."""
+        """Begin the batch of a step: the state is now the state after `step` steps."""
         self.steps = step
         self.built.method.begin_batch(step)
         self._whole = self.is_consistent
@@ -320,7 +320,7 @@ class Trainer:
             self._follow_votes(arguments)
 
     def _follow_votes(self, arguments: Mapping[str, object]) -> None:
-        """Compare ranks if their checksums differ, and adopt a change to the model on any rank.
+        """Compare ranks if their checksums differ, and adopt a change to any rank's model.
 
         Collective over: world.
 
@@ -412,8 +412,8 @@ class Trainer:
     def votes(self) -> Tensor:
         """`[16]`, in the dtype of the statistics. A rank writes values to it before a step.
 
-        They are sent with the gradients, and after the step all ranks find the means over ranks
-        there. The last eight are reserved for the trainer.
+        They are sent with the gradients, and after the step, the values are the means over all
+        ranks. The last eight are reserved for the trainer.
         """
         return self.built.gradients.votes.tensor
 
@@ -551,7 +551,7 @@ class Trainer:
         Collective over: world.
 
         Raises:
-            UserError: with `overlap`, other ranks do not send a message of this rank, for 60 s.
+            UserError: with `overlap`, other ranks do not send a message of this rank for 60 s.
         """
         self.detach()
         self.built.grid.free()
@@ -563,7 +563,7 @@ class Trainer:
 
         It contains the model, the optimizer, the number of steps and, with K-FAC, factors as packed
         triangles (or vectors), weights of factors, bases and pending bases, scales, averages of
-        grafting, and adapted damping: everything needed to resume exactly, also between two
+        grafting, and adapted damping: everything needed to resume exactly, even between two
         decompositions. Compression errors are dropped, as in a restart.
 
         With local steps, it contains each rank's optimizer state.
@@ -645,7 +645,7 @@ class FirstOrderTrainer(Trainer):
         comm: the communicator of the ranks; all ranks of the job if None.
         strategy: what ranks exchange, and how: the parts `sync`, `compression`, `transport` and
             `assignment` of a `Strategy`, whose choices about factors and decompositions have no
-            effect; or a name listed by `mpikfac strategies`. None: ranks average gradients by a
+            effect; or a name listed by `mpikfac strategies`. None: ranks average gradients with a
             single all-reduce.
 
     Collective over: world. All ranks get rank 0's model.
@@ -670,7 +670,7 @@ class FirstOrderTrainer(Trainer):
 
 
 def _split_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> Split:
-    """Return what a plan needs to know about split layers, from the `forward` of any of them.
+    """Return what a plan needs to know about split layers, as described by the first of them.
 
     Raises:
         ValueError: the layers are split over a different number of ranks.

@@ -45,7 +45,7 @@ def main() -> None:
         for images, labels in loader:
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()
-            optimizer.step()  # averages the gradients over all ranks; the same step on every rank
+            optimizer.step()  # averages the gradients over all ranks, so all take the same step
             scheduler.step()
         if comm.rank == 0:  # all ranks have the same weights
             with torch.no_grad(), optimizer.trainer.no_recording():

@@ -13,7 +13,7 @@ from mpikfac_apps.launching import programs
 from mpikfac_apps.launching.programs import PROGRAMS, RANK_VARIABLES
 
 EXTRA = ("docstring_parser", "jinja2", "jsonargparse", "matplotlib", "tabulate", "tqdm", "yaml")
-"""Modules that the extra `apps` installs; users of the library alone do without them."""
+"""Modules installed by the extra `apps`, which the library alone does not need."""
 
 
 def command() -> NoReturn:

@@ -1,4 +1,4 @@
-"""What all programs share: robust streams, error lines, options, and finding checkpoints."""
+"""Functions that all programs share, for streams, error messages, options and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Options = TypeVar("Options")
 
 
 def run(program: str, work: Callable[[], int]) -> int:
-    """Return the exit code of a program's work, or 2 after one line about invalid input."""
+    """Run a program's work; return its exit code, or 2 after a line about invalid input."""
     mend_streams()
     try:
         return work()
@@ -38,7 +38,7 @@ def mend_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -48,7 +48,7 @@ def mend_streams() -> None:
 
 
 def complain(program: str, error: Exception) -> None:
-    """Print an error on a single line; escape unprintable characters, as parts come from files."""
+    """Print an error on a single line; escape unprintable characters, which files can contain."""
     print(files.printable(f"{program}: {error}"), file=sys.stderr)
 
 
@@ -72,7 +72,7 @@ def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Optio
 
 
 def path_of(text: str, *kinds: str) -> Path:
-    """Return the path `text`.
+    """Return `text` as a path, after checking its suffix.
 
     Args:
         kinds: allowed suffixes, such as ".csv".
@@ -98,7 +98,7 @@ def picture(text: str) -> Path:
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Write a figure of matplotlib to a file, in the format of the suffix.
+    """Write a matplotlib figure to a file, in the format that the suffix names.
 
     Raises:
         OSError: the file cannot be written.

@@ -46,7 +46,7 @@ def save_checkpoint(
 
     Args:
         root: a directory on a file system that all ranks share; created if missing.
-        items: this rank's items, by name; those of all ranks together are the checkpoint.
+        items: this rank's items, by name; the items of all ranks form the checkpoint.
             A `bool` is loaded as an `int`.
         keep: how many checkpoints to keep, up to this step; later checkpoints are never deleted.
 
@@ -90,7 +90,7 @@ class CheckpointWriter:
         return self.pending and self._shard.done()
 
     def begin(self, items: Mapping[str, Value], step: int) -> None:
-        """Begin to write what `save_checkpoint` writes; items can change once `begin` returns.
+        """Begin writing what `save_checkpoint` writes; items can change once `begin` returns.
 
         A pending checkpoint is committed first.
 
@@ -130,7 +130,7 @@ class CheckpointWriter:
     def abandon(self) -> None:
         """Wait for this rank's part of the pending checkpoint, and discard the checkpoint.
 
-        For runs that have lost ranks, whose parts never arrive.
+        Used in runs that have lost ranks, whose parts never arrive.
 
         Collective over: none.
         """
@@ -157,7 +157,7 @@ class CheckpointWriter:
 
 
 def load_checkpoint(comm: Comm, path: str | Path) -> Checkpoint:
-    """Return a checkpoint's items from all ranks that wrote it; an item is read on first access.
+    """Return a checkpoint with the items of all ranks that wrote it, each read on first access.
 
     Any number of ranks can read. Only rank 0's path is used.
 
@@ -239,8 +239,8 @@ class _Begun:
 
 def _begin(comm: Comm, root: Path, items: Mapping[str, Value], step: int, keep: int) -> _Begun:
     if not isinstance(step, SupportsIndex) or step < 0 or keep < 1:
-        raise ValueError(f"step={step} must be an integer >= 0, and keep={keep} one >= 1")
-    step = operator.index(step)  # NumPy's numbers are not JSON
+        raise ValueError(f"step={step} and keep={keep} must be integers, >= 0 and >= 1")
+    step = operator.index(step)  # JSON has no NumPy integers
     agree(comm, {"root": str(root), "step": step, "keep": keep})
     items = {name: value for name, value in items.items() if name != PARAM_GROUPS}
     begun = _Begun(root / f"step-{step:09d}", step, [], {}, "", [], [])
@@ -320,7 +320,7 @@ def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, An
 
 
 def _to_host(value: Tensor, buffer: Tensor | None) -> Tensor:
-    """Copy the value to host memory, into `buffer` if sizes fit; a GPU may still be copying."""
+    """Copy the value to host memory, into `buffer` if its size fits; a GPU may still be copying."""
     if buffer is None or (buffer.dtype, buffer.shape) != (value.dtype, value.shape):
         buffer = torch.empty_like(value, device="cpu", pin_memory=not value.is_cpu)
     return buffer.copy_(value, non_blocking=True)
@@ -345,7 +345,7 @@ def _naming(space: str) -> Iterator[None]:
 
 
 def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
-    """Return the names each rank writes: largest item first, each by its least loaded holder."""
+    """Assign items, largest first, to their least loaded holders; return each rank's names."""
     holders: dict[str, list[int]] = {}
     for rank, described in enumerate(held):
         for name, form in described.items():
@@ -367,10 +367,10 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
 
 
 def _written(write: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return what `write` returns; every error is one of the data, which all ranks report.
+    """Return what `write` returns; turn every error into one that all ranks report.
 
     Raises:
-        UserError: `write` raised another error than `together` reports, as if memory runs out.
+        UserError: `write` raised an error that `together` does not report, such as MemoryError.
     """
     try:
         return write()
@@ -389,7 +389,7 @@ def _compare(sums: Sequence[Mapping[str, int]]) -> None:
             if value != expected:
                 raise RanksDifferError(
                     f"item {name!r} has different values on rank {rank} and rank {holder}; change "
-                    f"weights and buffers identically on all ranks, or copy rank 0's by "
+                    f"weights and buffers identically on all ranks, or copy rank 0's with "
                     f"mpikfac.comm.broadcast(comm, tensors)"
                 )
 
@@ -412,7 +412,7 @@ def _wait_for_files(comm: Comm, checkpoints: Sequence[Path]) -> None:
 
 
 def _files(directories: Sequence[Path]) -> dict[str, int]:
-    """Return the bytes of the directories' files, by path."""
+    """Return the sizes of the directories' files in bytes, by path."""
     return {
         str(file): file.lstat().st_size
         for directory in directories

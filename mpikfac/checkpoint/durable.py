@@ -85,7 +85,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def commit(final: Path, manifest: bytes) -> None:
-    """Write the manifest, and rename the temporary directory, which has all shards, to `final`."""
+    """Write the manifest, and rename the temporary directory, with all shards, to `final`."""
     write(partial(final) / MANIFEST, [manifest])
     _sync(partial(final))
     if os.path.lexists(final):

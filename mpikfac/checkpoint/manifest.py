@@ -37,7 +37,7 @@ UNREADABLE = (
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
-    """Return the newest complete checkpoint under `root`, or None; call on one rank and broadcast.
+    """Return the newest complete checkpoint under `root`, or None; call this on a single rank.
 
     A newer checkpoint without a manifest is damaged, and is skipped with a warning.
 
@@ -79,7 +79,9 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """
     checkpoint = Checkpoint(Path(path), _read_manifest(Path(path) / durable.MANIFEST))
     if durable.step_of(checkpoint.path) not in (None, checkpoint.step):
-        raise UserError(f"{path} has the manifest of step {checkpoint.step}: renamed or damaged")
+        raise UserError(
+            f"{path} has the manifest of step {checkpoint.step}: it was renamed or damaged"
+        )
     return checkpoint
 
 
@@ -93,7 +95,7 @@ class Checkpoint(Mapping[str, Value]):
     Attributes:
         step: the number of steps that the run had taken.
         writer: the version that wrote the checkpoint, such as "mpikfac 0.1.0"; "" if unknown.
-        digest: BLAKE3 of the manifest, and thus of the checkpoint's whole content.
+        digest: the BLAKE3 digest of the manifest, and thus of the checkpoint's whole content.
         shards: `size` in bytes and `digest` of every file.
 
     Raises:
@@ -137,7 +139,7 @@ class Checkpoint(Mapping[str, Value]):
     def described(self) -> dict[str, dict[str, Any]]:
         """Return a dictionary from item name to `shard`, `dtype`, `shape` and `bytes`.
 
-        A plain number also has its `value`.
+        The entry of a plain number also contains its `value`.
         """
         return dict(self._items)
 
@@ -198,7 +200,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         )
     sealed = {key: value for key, value in manifest.items() if key != "digest"}
     if manifest.get("digest") != _digest(sealed):
-        raise UserError(f"{path} is damaged: its BLAKE3 does not match")
+        raise UserError(f"{path} is damaged: its BLAKE3 digest does not match")
     try:
         _check_form(manifest)
     except (AttributeError, KeyError, TypeError) as error:

@@ -25,7 +25,7 @@ log = logging.getLogger("mpikfac")
 
 
 def note_start(checkpoint: Checkpoint) -> None:
-    """Count a start resumed from the checkpoint; call on a single rank.
+    """Count a start that resumes from the checkpoint; call this on a single rank.
 
     The counts for older checkpoints are dropped, because this checkpoint shows that a run that
     started from one of them made progress. A full or read-only disk does not stop the run.
@@ -48,7 +48,7 @@ def note_start(checkpoint: Checkpoint) -> None:
 
 
 def note_end(root: str | Path) -> None:
-    """Drop all counts, because the run ended normally; call on a single rank.
+    """Drop all counts, because the run ended normally; call this on a single rank.
 
     Collective over: none.
     """

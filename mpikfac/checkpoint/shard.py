@@ -78,7 +78,7 @@ def describe(name: str, value: Value) -> dict[str, Any]:
 def checksum(value: Value) -> int:
     """Return a checksum of the value; for a tensor, the sum of the elements' bit patterns.
 
-    The sum needs a single pass over memory and no copy, whatever the tensor's strides.
+    The sum needs a single pass over memory and no copy, regardless of the tensor's strides.
     """
     if not isinstance(value, Tensor):
         return zlib.crc32(_content(value))
@@ -183,7 +183,7 @@ def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
 
 
 def _plain(dataset: h5py.Dataset, size: int) -> Value:
-    """Return the value of a dataset, of the dataset's own type, in a file of `size` bytes."""
+    """Return the value of a dataset, with the dataset's own type, in a file of `size` bytes."""
     if dataset.nbytes > size:
         raise LookupError(f"{dataset.name} is larger than its file")
     value = dataset[()]
@@ -194,7 +194,7 @@ def _plain(dataset: h5py.Dataset, size: int) -> Value:
 
 
 class _Image:
-    """Behave like a file in memory; pages that HDF5 never writes, such as values, take none."""
+    """Behave like a file in memory; pages that HDF5 never writes, such as values, take no space."""
 
     def __init__(self) -> None:
         self.size = self._at = 0
@@ -295,7 +295,7 @@ def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
     try:
         with files.reading(path) as file:
             if (length := os.fstat(file.fileno()).st_size) != size:
-                raise UserError(f"{path} is damaged: {length} bytes, {size} were written")
+                raise UserError(f"{path} is damaged: {length} bytes, but {size} were written")
             if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
                 raise UserError(f"{path} has {size:,} bytes; this machine's memory has {memory:,}")
             yield file
@@ -307,4 +307,4 @@ def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
 
 def _compare(path: Path, actual: str, expected: str) -> None:
     if actual != expected:
-        raise UserError(f"{path} is damaged: its BLAKE3 differs from the manifest")
+        raise UserError(f"{path} is damaged: its BLAKE3 digest differs from the manifest")

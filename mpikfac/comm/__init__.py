@@ -1,7 +1,7 @@
 """Communicate between ranks; no other package imports mpi4py.
 
 Training uses blocking collectives, because Open MPI makes progress on non-blocking ones only inside
-MPI calls. Overlapped messages and those of curvature servers are non-blocking.
+MPI calls. Overlapped messages, and messages to and from curvature servers, are non-blocking.
 """
 
 from mpikfac.comm.agreement import agree as agree

@@ -15,19 +15,19 @@ from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
 from mpikfac.errors import RankLostError, RanksDifferError, UserError
 
-CLOCK_READINGS = 50  # only the fastest one counts, because most are slow on a busy machine
+CLOCK_READINGS = 50  # only the fastest reading counts, as most are slow on a busy machine
 
 
 @contextmanager
 def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterator[None]:
     """Raise the same `UserError` on every rank if the body raises an error on any rank.
 
-    Catches errors of files and data (`OSError`, `ValueError`, `UserError`). All ranks raise the
-    message of the lowest failing rank, preceded by `doing`; a `RanksDifferError` keeps its type.
+    Catches errors in files and data (`OSError`, `ValueError`, `UserError`). All ranks raise the
+    message from the lowest failing rank, preceded by `doing`; a `RanksDifferError` keeps its type.
 
     Args:
-        untrusted: the body parses the content of a file, so a missing key, a wrong type or a wrong
-            shape also counts as an error in the data.
+        untrusted: whether the body parses a file's content, so a missing key, a wrong type or a
+            wrong shape also counts as an error in the data.
 
     Collective over: comm.
     """
@@ -56,7 +56,8 @@ def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
     Collective over: comm.
 
     Raises:
-        RanksDifferError: they differ; the message names the first such key, both values and ranks.
+        RanksDifferError: some values differ; the message contains the first key for which they do,
+            both values, and their ranks.
     """
     printed = {key: repr(value) for key, value in values.items()}
     first, *following = comm.allgather(printed)
@@ -70,7 +71,7 @@ def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
 
 
 def summed(comm: MPI.Intracomm, numbers: Sequence[float]) -> list[float]:
-    """Return the sums of a few values over ranks, added in rank order: bitwise equal on all ranks.
+    """Sum a few values over ranks, in rank order, so that all ranks get bitwise equal sums.
 
     Collective over: comm.
     """
@@ -97,7 +98,7 @@ def handed_over(
 
 
 def _passed_on(comm: MPI.Intracomm, value: Any, source: int) -> Any:
-    """Return rank `source`'s tensor, of any size, or plain value."""
+    """Return the tensor, of any size, or the plain value that rank `source` passes."""
     form = (value.shape, value.dtype) if torch.is_tensor(value) else None
     form, number = comm.bcast((form, None if form else value), root=source)
     if form is None:
@@ -118,19 +119,19 @@ def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
         host = tensor.detach().cpu().contiguous()
         _broadcast_bytes(comm, host, 0)
         if comm.rank:
-            with torch.no_grad():  # all elements along an expanded dimension share their memory
+            with torch.no_grad():  # along an expanded dimension, all elements share memory
                 places = tuple(slice(None if stride else 1) for stride in tensor.stride())
                 tensor[places].copy_(host[places])
 
 
 def _broadcast_bytes(comm: MPI.Intracomm, host: Tensor, root: int) -> None:
-    content = host.view(-1).view(torch.uint8)  # an array would freeze the tensor's size
+    content = host.view(-1).view(torch.uint8)  # `numpy()` would fix the tensor's size for good
     for piece in pieces(content, 0, len(content), MAX_COUNT):
         comm.Bcast(piece, root=root)
 
 
 def clock_offset(comm: MPI.Intracomm) -> float:
-    """Return the seconds to add to this rank's `time.perf_counter` to obtain rank 0's.
+    """Return the seconds to add to this rank's `time.perf_counter` to get that of rank 0.
 
     The error is at most half of the shortest round trip measured.
 

@@ -20,7 +20,7 @@ from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
 from mpikfac.comm.process_group import ProcessGroupComm
 
-LEAVING = 2**15 - 1  # the highest tag that every MPI supports
+LEAVING = 2**15 - 1  # the highest tag that every MPI library supports
 LOOK_EVERY = 1e-3  # seconds between two checks for a message, on an idle rank
 
 
@@ -61,7 +61,7 @@ class SplitComm:
             ValueError: the rank does not train, or no communicator was passed.
         """
         if self.comm is None and self.intercomm is None:
-            raise ValueError("comm=None must be a communicator; mpikfac.world() has all ranks")
+            raise ValueError("comm=None must be a communicator, such as mpikfac.world()")
         if self.comm is None:
             raise ValueError(
                 "this rank does not train; call mpikfac.run_curvature_server(team) on it"
@@ -77,7 +77,7 @@ class SplitComm:
 
 
 def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
-    """Return a `SplitComm`: the last ranks of `comm` are curvature servers, and the others train.
+    """Return a `SplitComm`; the last ranks of `comm` become curvature servers, the others train.
 
         team = mpikfac.split_comm(comm, curvature_servers=1)
         if team.comm is None:
@@ -91,7 +91,7 @@ def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
     Collective over: comm.
 
     Raises:
-        ValueError: no rank would train, or `comm` is not a communicator of MPI.
+        ValueError: no rank would train, or `comm` is not an MPI communicator.
     """
     if not 0 <= curvature_servers < comm.size:
         raise ValueError(
@@ -129,7 +129,7 @@ def announced(curvature: MPI.Intercomm) -> Any:
 
 
 def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], object]:
-    """Start to send `flat`, in host memory, and return a function that waits until it is sent.
+    """Start sending `flat`, in host memory, and return a function that waits until it is sent.
 
     `flat` must not change until that function returns. Collective over: none.
     """
@@ -139,7 +139,7 @@ def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], 
 
 
 def begin_receive(comm: MPI.Comm, flat: Tensor, source: int, tag: int) -> Callable[[], object]:
-    """Start to receive `flat`, in host memory, and return a function that waits for it.
+    """Start receiving `flat`, in host memory, and return a function that waits for it.
 
     Collective over: none.
     """
@@ -152,7 +152,7 @@ def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
     """Yield the source and tag of every arriving message, until all training ranks `leave`.
 
     The caller must receive a message before it requests the next one. The rank sleeps between two
-    checks: waiting inside MPI would keep a core busy, possibly that of a training rank.
+    checks, because waiting inside MPI would keep a core busy, possibly that of a training rank.
 
     Collective over: none.
     """

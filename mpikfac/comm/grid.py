@@ -37,14 +37,14 @@ class Grid:
     """Arrange the ranks in `rows` x `columns`, with a communicator per column and per row.
 
     Rank r is in row `r // columns` and column `r % columns`. With split layers, there are also
-    communicators of tensor-parallel groups and of peers. Collective over: world.
+    communicators for tensor-parallel groups and for peers. Collective over: world.
 
     Attributes:
         world: all ranks; statistics and gradients are reduced over it.
-        column: the gradient workers of a set of layers; decompositions are published in it.
-        row: one rank of every column; preconditioned gradients are published in it.
+        column: the gradient workers of a set of layers, to which decompositions are published.
+        row: one rank from every column, to which preconditioned gradients are published.
         encoded: sends compressed messages, and keeps the compression errors.
-        combiner: aggregates the vectors of all ranks by a robust rule, and keeps its state.
+        combiner: aggregates the vectors of all ranks with a robust rule, and keeps its state.
 
     Raises:
         UserError: ranks are not on the same node although `ranks_per_node` requires it, or MPI has
@@ -75,7 +75,8 @@ class Grid:
     def apart(self) -> Grid:
         """Return a grid with the same communicators, but separate message state.
 
-        Messages of the new grid affect neither the trace nor the compression errors of this one.
+        Messages sent through the new grid affect neither the trace nor the compression errors of
+        this one.
         Waits until this grid's overlapped messages are sent.
         """
         for thread in self._progress.values():
@@ -93,14 +94,14 @@ class Grid:
     def exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
         """Exchange the messages' spans of `flat`, message by message.
 
-        After a reduction, every rank, or the message's root, has the sums over all ranks. After a
-        gather, every rank has the owner's values; if they were compressed, the owner also gets the
-        decoded values. Elements that a rank neither owns nor receives are undefined.
+        After a reduction, every rank, or the message's root, holds the sums over all ranks. After a
+        gather, every rank holds the owner's values; if they were compressed, the owner, too, gets
+        the decoded values. Elements that a rank neither owns nor receives are undefined.
 
         Collective over: each message's `over`.
 
         Raises:
-            ValueError: the communicators are freed.
+            ValueError: the communicators have been freed.
         """
         if not messages:
             return
@@ -109,7 +110,7 @@ class Grid:
             self._exchange(messages, flat.view(torch.int16))  # a type that MPI supports
             return
         check_summable(flat)
-        # In this order: with two levels, values are reduced within the nodes before they are
+        # The order matters: with two levels, values are reduced within the nodes before they are
         # encoded.
         for exchange, neighbours in groupby(messages, self._way):
             exchange(list(neighbours), flat)
@@ -118,10 +119,10 @@ class Grid:
         """Check that `free` has not been called.
 
         Raises:
-            ValueError: the communicators are freed.
+            ValueError: the communicators have been freed.
         """
         if not self._teams:
-            raise ValueError("the communicators are freed: no step may follow close()")
+            raise ValueError("the communicators are freed; take no steps after close()")
 
     def _way(self, message: Message) -> Callable[[Sequence[Message], Tensor], None]:
         if message.rule:
@@ -131,14 +132,14 @@ class Grid:
         return self._exchange_rounded if message.primitive in SUMS else self._exchange_encoded
 
     def _exchange_encoded(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Exchange encoded values: MPI copies bytes."""
+        """Exchange encoded values, which MPI copies as bytes."""
         for message in messages:
             comm = self._teams[message.over]
             with self.trace.stage(message.stage, comm.name, message.bytes):
                 self.encoded.exchange(comm, message, flat)
 
     def _exchange_combined(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Aggregate the vectors of all ranks by a robust rule."""
+        """Aggregate the vectors of all ranks with a robust rule."""
         self.combiner.exchange(self._teams[messages[0].over], messages, flat)
 
     def _exchange_rounded(self, messages: Sequence[Message], flat: Tensor) -> None:
@@ -168,18 +169,18 @@ class Grid:
                     PRIMITIVES[message.primitive](comm, buffer, message, self._buffers)
 
     def pass_rows(self, message: Message, sent: Tensor, received: Tensor) -> None:
-        """Send each member its part of `sent`; `received` has the parts from all members, in order.
+        """Send each member its part of `sent`; fill `received` with all members' parts, in order.
 
         Collective over: the message's `over`.
 
         Raises:
-            ValueError: the communicators are freed, or there are too many elements for one message.
+            ValueError: the communicators have been freed, or one message cannot hold the elements.
         """
         self.check_open()
         comm, size, sizes = self._teams[message.over], sent.element_size(), message.sizes
         outgoing = [count // size for count in sizes[comm.rank]]
         incoming = [row[comm.rank] // size for row in sizes]
-        most = max(map(sum, [*sizes, *zip(*sizes)]))  # of all members, so that all agree
+        most = max(map(sum, [*sizes, *zip(*sizes)]))  # over all members: all raise, or none
         check_sendable(message.stage, most // size)
         with (
             self._buffers.both(sent, received, message.stage) as buffers,
@@ -211,7 +212,7 @@ class Grid:
         urgency: int,
         over: str = "world",
     ) -> OverlappedSums:
-        """Return a sender that reduces the messages of `flat` while the training computes.
+        """Return a sender that reduces `flat`, message by message, during computation.
 
         Collective over: `over`; in the same order on all its ranks, before any message is sent.
 
@@ -236,7 +237,7 @@ class Grid:
         Collective over: world.
 
         Raises:
-            UserError: other ranks do not send an overlapped message of this rank.
+            UserError: other ranks never send one of this rank's overlapped messages.
         """
         for thread in self._progress.values():
             thread.close()

@@ -26,7 +26,7 @@ class Group:
     Collective over: comm.
 
     Args:
-        color: the same on all ranks of a group.
+        color: ranks that pass the same color form a group.
         name: the name of the communicator in the trace.
 
     Attributes:
@@ -54,7 +54,7 @@ class Group:
         Collective over: group.
 
         Raises:
-            UserError: layers or shapes differ; the message names both.
+            UserError: the layers or the shapes differ; the message contains both.
         """
         first, *calls = self._comm.allgather((layer, tuple(x.shape), str(x.dtype)))
         for member, call in enumerate(calls, start=1):
@@ -67,7 +67,7 @@ class Group:
                 )
 
     def check_gradients(self, x: Tensor) -> None:
-        """Check in the first exchanges that all or none of the members' tensors need gradients.
+        """Check in the first exchanges that either all members' tensors require gradients or none.
 
         Collective over: group.
 
@@ -80,8 +80,8 @@ class Group:
         required = self._comm.allgather(x.requires_grad and torch.is_grad_enabled())
         if len(set(required)) > 1:
             raise UserError(
-                f"rows require gradients on member {required.index(True)} and not on member "
-                f"{required.index(False)}: call rows.requires_grad_() on all members, also for 0 "
+                f"rows require gradients on member {required.index(True)} but not on member "
+                f"{required.index(False)}: call rows.requires_grad_() on all members, even with 0 "
                 f"rows, or rows.detach() on all"
             )
 
@@ -96,7 +96,7 @@ class Group:
         return _joined(received, dim)
 
     def gather_rows(self, x: Tensor, counts: Sequence[int], stage: str) -> Tensor:
-        """Return the rows of all members, ordered by member; `counts` are their numbers of rows.
+        """Return the rows of all members, ordered by member; members have `counts` rows.
 
         Collective over: group.
         """
@@ -127,7 +127,7 @@ class Group:
         return received
 
     def turn(self, x: Tensor, cut: int, join: int, stage: str) -> Tensor:
-        """Send each member a part of `x` along `cut`; concatenate the received parts along `join`.
+        """Split `x` along `cut`, send each member a part, and join the received parts along `join`.
 
         Collective over: group.
         """
@@ -180,7 +180,7 @@ def _elements_per_row(x: Tensor) -> int:
 
 
 def _parts(x: Tensor, count: int, dim: int) -> Tensor:
-    """Return the equal parts of `x` along `dim`, `[count, ...]`, stored part by part."""
+    """Split `x` along `dim` into equal parts; return them as a contiguous tensor `[count, ...]`."""
     return (
         x.unflatten(dim, (count, x.shape[dim] // count))
         .movedim(dim if dim >= 0 else dim - 1, 0)
@@ -189,6 +189,6 @@ def _parts(x: Tensor, count: int, dim: int) -> Tensor:
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
-    """Return the inverse of `_parts`."""
+    """Join parts along `dim`; the inverse of `_parts`."""
     at = dim if dim >= 0 else parts.dim() - 1 + dim
     return parts.movedim(0, at).flatten(at, at + 1)

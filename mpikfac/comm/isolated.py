@@ -13,7 +13,7 @@ from torch import Tensor
 from mpikfac.comm.grid import Grid
 from mpikfac.plan import Message, RankPlan, names, step_messages
 
-REPEATS = 5  # after an uncounted warm-up
+REPEATS = 5  # measurements, after a warm-up
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -21,8 +21,8 @@ def isolated_seconds(grid: Grid, plan: RankPlan, device: torch.device) -> dict[s
     """Return, by stage, the seconds that the messages of a step take in isolation.
 
     The messages are sent one after another, from scratch buffers, over the same communicators as in
-    training. All ranks start together, and a time is the median of five repetitions. With
-    `stagger`, it is the mean over the rounds of a refresh. Messages to and from curvature servers
+    training. All ranks start together, and each time is the median of five repetitions. With
+    `stagger`, it is the mean over the slots of a refresh. Messages to and from curvature servers
     and parameter servers are not measured.
 
     Collective over: world.
@@ -67,7 +67,7 @@ def _seconds(
 
 
 def _numbers(plan: RankPlan, messages: Sequence[Message], device: torch.device) -> Tensor:
-    """Return random values to replace the stage's arena, up to the end of the last message."""
+    """Return random values to send instead of the stage's arena, up to the last message's end."""
     sizes = plan.itemsizes
     size = sizes.bases if messages[0].stage == names.PUBLISH_BASES else sizes.numbers
     last = max(stop for message in messages for _, stop in message.spans)

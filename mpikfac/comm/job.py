@@ -18,7 +18,7 @@ from mpikfac.comm.process_group import ProcessGroupComm, over
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError, looks
 
 Comm: TypeAlias = "MPI.Intracomm"
-"""An intracommunicator of mpi4py, or what `over` returns."""
+"""An intracommunicator of mpi4py, or a communicator that `over` returns."""
 
 
 class Maker(NamedTuple):
@@ -114,12 +114,12 @@ def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
 
 
 def check_connected(comm: Comm) -> None:
-    """Check that the job of a communicator has all processes that torch.distributed connects.
+    """Check that a communicator's job includes all processes that torch.distributed connects.
 
     Collective over: none.
 
     Raises:
-        ValueError: torch's launcher started the processes, so MPI could not average over them.
+        ValueError: torch's launcher started the processes, so MPI cannot average over them.
     """
     if connected() > 1 and not isinstance(comm, ProcessGroupComm):
         ranks = MPI.COMM_WORLD.size
@@ -148,7 +148,7 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
     if maker is None:
         raise ValueError(f"device={kind!r}, but torch finds no GPU; use device='cpu'")
     if kind not in ("auto", maker.kind):
-        raise ValueError(f"device={kind!r}, but torch finds a GPU named {maker.kind!r}")
+        raise ValueError(f"device={kind!r}, but torch finds a GPU of type {maker.kind!r}")
     chosen = torch.device(maker.kind, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(chosen.index)
     return chosen
@@ -174,7 +174,7 @@ def cuda_aware(comm: Comm | None = None) -> bool:
 
 
 def _maker() -> Maker | None:
-    """Return the vendor of the GPU that torch finds, or None without a GPU of a known vendor."""
+    """Return the vendor of the GPUs that torch finds, or None if no GPU has a known vendor."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return next((maker for maker in MAKERS if accelerator and maker.kind == accelerator.type), None)
 
@@ -206,7 +206,8 @@ def check_nodes(comm: MPI.Intracomm, ranks_per_node: int) -> None:
         if nodes[first] != node:
             raise UserError(
                 f"ranks_per_node={ranks_per_node}: ranks {first} and {rank} are on different "
-                f"nodes; start the same number of ranks on each node, node by node, or leave it out"
+                f"nodes; start the same number of ranks on each node, node by node, or leave out "
+                f"ranks_per_node"
             )
 
 
@@ -229,7 +230,7 @@ def check_survivable() -> None:
 
 
 def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
-    """Return whether the death of a rank caused an error.
+    """Return whether the death of a rank caused `error`.
 
     This includes errors raised after another rank detected the death and revoked the communicator.
 

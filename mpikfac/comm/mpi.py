@@ -1,7 +1,7 @@
 """Start MPI when a program first uses it, in `world()`, and not on import.
 
 If no MPI library is found, or `torchrun` started the process, a stand-in with a single rank takes
-its place. Its constants are also those of process groups.
+its place. Process groups use the constants of this stand-in, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAUNCHERS = (
 )
 """The environment variables in which launchers pass the number of ranks and the rank."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""The environment variable by which a process knows that `torchrun` started it."""
+"""The environment variable that shows that `torchrun` started the process."""
 
 THREADS = 3  # THREAD_MULTIPLE, as a process group is used by several threads
 
@@ -83,7 +83,7 @@ class _Alone:
 
 
 def _copied(value: object) -> object:
-    """Return a copy, as a message would."""
+    """Return a copy, as if the value had been sent."""
     return pickle.loads(pickle.dumps(value))
 
 
@@ -108,7 +108,7 @@ def _alone() -> Any:
 
 
 class _OnDemand:
-    """The names of `mpi4py.MPI`; using the first one imports it and starts MPI.
+    """The names of `mpi4py.MPI`; the first use of any of them imports it and starts MPI.
 
     Under `torchrun`, and in a worker process that torch.distributed connects, MPI is not started,
     unless the program has done so: each process would become a separate MPI job.
@@ -161,7 +161,7 @@ def _is_worker() -> bool:
 
 
 def connected() -> int:
-    """Return the number of processes that torch.distributed connects; 0 if not initialised."""
+    """Return the number of processes that torch.distributed connects, 0 before initialisation."""
     initialised = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if initialised else 0
 

@@ -1,4 +1,4 @@
-"""Use a process group of torch.distributed as a communicator, with the methods that messages call.
+"""Use a process group of torch.distributed as a communicator, with the methods used for messages.
 
 Buffers in host memory need gloo. Device buffers are sent by the group's backend for the device if
 it is not gloo; this has not been tested with NCCL.
@@ -29,7 +29,7 @@ from mpikfac.comm.mpi import MPI, connected
 from mpikfac.errors import RankLostError
 
 SOURCE = re.compile(r"^\[\S*\] ")
-"""The source file with which the text of an error of gloo begins."""
+"""The source file that is named at the beginning of gloo's error messages."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -66,7 +66,7 @@ def over(group: ProcessGroup | None = None) -> MPI.Intracomm:
 
 
 class Request:
-    """An operation that has been started; keeps its buffers."""
+    """An operation that has been started; it keeps its buffers alive."""
 
     def __init__(self, comm: ProcessGroupComm, name: str, work: Any, *buffers: Any) -> None:
         self._comm, self._name, self._work, self._buffers = comm, name, work, buffers
@@ -98,7 +98,7 @@ class Meeting(NamedTuple):
         """Count ranks that have arrived, and return whether these are all."""
         try:
             return bool(self.store.add(self.key, arrived) >= self.size)
-        except RuntimeError:  # the process with the store has left the meeting
+        except RuntimeError:  # the process that hosts the store has left the meeting
             return True
 
 
@@ -111,14 +111,14 @@ class GroupKind(NamedTuple):
 
 
 class ProcessGroupComm:
-    """A process group with the names of mpi4py's communicators.
+    """A process group with the methods of mpi4py's communicators.
 
     Buffers are NumPy arrays, tensors, or `[buffer, counts]` or `[buffer, counts, starts, None]`
     with a part per rank.
 
     Args:
         sides: the shape of a grid, for `Sub`.
-        pool: where `Free` returns the group.
+        pool: the list to which `Free` returns the group.
 
     Attributes:
         direct: whether device buffers can be passed.
@@ -197,7 +197,7 @@ class ProcessGroupComm:
     # -- communicators ---------------------------------------------------------------------------
 
     def _of(self, members: Sequence[int], name: str, sides: Sequence[int] = ()) -> ProcessGroupComm:
-        """Return the communicator of some members, which share a process group.
+        """Return a communicator of some members; communicators of the same ones share a group.
 
         Collective over: members.
         """
@@ -209,7 +209,7 @@ class ProcessGroupComm:
     def _kind(self, members: Sequence[int]) -> GroupKind:
         ranks = tuple(self._ranks[member] for member in members)
         if list(ranks) != sorted(ranks):
-            raise ValueError(f"ranks {list(ranks)} of a process group must ascend")
+            raise ValueError(f"ranks {list(ranks)} of a process group must be in ascending order")
         options = self._group._get_backend(torch.device("cpu")).options
         return GroupKind(ranks, distributed.get_backend_config(self._group), options._timeout)
 
@@ -225,7 +225,7 @@ class ProcessGroupComm:
         return self._of([m for m, node in enumerate(nodes) if node == nodes[self.rank]], "node")
 
     def Create_cart(self, sides: Sequence[int]) -> ProcessGroupComm:
-        """Return a communicator of the same ranks in a grid of two dimensions."""
+        """Return a communicator of the same ranks in a two-dimensional grid."""
         return self._of(range(self.size), self.name, sides)
 
     def Sub(self, remain_dims: Sequence[bool]) -> ProcessGroupComm:
@@ -243,7 +243,7 @@ class ProcessGroupComm:
         return ProcessGroupComm(group, self.name, pool=free)
 
     def Free(self) -> None:
-        """Return the process group of a `Dup`."""
+        """Return the process group of a `Dup` to the pool."""
         if self._pool is not None:
             self._pool.append(self._group)
             self._pool = None
@@ -268,7 +268,7 @@ class ProcessGroupComm:
             if sent is not MPI.IN_PLACE:
                 total.copy_(_summed(_flat(sent), op)[0])
         else:
-            total, reduction = _summed(_flat(sent).clone(), op)  # gloo also writes on other ranks
+            total, reduction = _summed(_flat(sent).clone(), op)  # gloo writes to all buffers
         return self._start("Reduce", distributed.reduce, total, group_dst=root, op=reduction)
 
     def Reduce(self, sent: Any, received: Any, op: Any = None, root: int = 0) -> None:
@@ -278,13 +278,13 @@ class ProcessGroupComm:
     def Reduce_scatter(
         self, sent: Any, received: Any, counts: Sequence[int], op: Any = None
     ) -> None:
-        """Reduce parts of any size, each to its rank."""
+        """Reduce-scatter parts of any size."""
         total, reduction = _summed(_flat(received), op)
         parts = list(_summed(_flat(sent), op)[0].split(list(counts)))
         self._start("Reduce_scatter", distributed.reduce_scatter, total, parts, op=reduction).Wait()
 
     def Reduce_scatter_block(self, sent: Any, received: Any, op: Any = None) -> None:
-        """Reduce parts of equal size, each to its rank."""
+        """Reduce-scatter parts of equal size."""
         self.Reduce_scatter(sent, received, [len(_flat(received))] * self.size, op)
 
     # -- copies ----------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class ProcessGroupComm:
         self._start("Bcast", distributed.broadcast, _bytes(buffer), group_src=root).Wait()
 
     def Iallgather(self, sent: Any, received: Any) -> Request:
-        """Start to gather parts of equal size on all ranks."""
+        """Start an all-gather of parts of equal size."""
         parts = _parts(received, self.size)
         return self._start("Allgather", distributed.all_gather, parts, _bytes(sent))
 
@@ -316,7 +316,7 @@ class ProcessGroupComm:
             request.Wait()
 
     def Ialltoallv(self, sent: Any, received: Any) -> Request:
-        """Start to send every rank a part of any size; received parts are adjacent."""
+        """Start an all-to-all of parts of any size; received parts are adjacent."""
         parts, places = _parts(sent, self.size), _parts(received, self.size)
         counts = [len(part) for part in places], [len(part) for part in parts]
         start, stop = places[0].storage_offset(), sum(counts[0])
@@ -329,7 +329,7 @@ class ProcessGroupComm:
         self.Ialltoallv(sent, received).Wait()
 
     def Ialltoall(self, sent: Any, received: Any) -> Request:
-        """Start to send every rank a part of equal size."""
+        """Start an all-to-all of parts of equal size."""
         return self.Ialltoallv(sent, received)
 
     def Alltoall(self, sent: Any, received: Any) -> None:
@@ -339,11 +339,11 @@ class ProcessGroupComm:
     # -- pairs -----------------------------------------------------------------------------------
 
     def Isend(self, buffer: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send a buffer."""
+        """Start sending a buffer."""
         return self._start("Send", distributed.isend, _bytes(buffer), group_dst=dest, tag=tag)
 
     def Irecv(self, buffer: Any, source: int, tag: int = 0) -> Request:
-        """Start to receive a buffer."""
+        """Start receiving a buffer."""
         return self._start("Recv", distributed.irecv, _bytes(buffer), group_src=source, tag=tag)
 
     def Send(self, buffer: Any, dest: int, tag: int = 0) -> None:
@@ -396,8 +396,9 @@ class Groups:
         world: the group of all processes; each initialisation creates a new one.
 
     Attributes:
-        shared: used by all communicators of the ranks, in the same order on all ranks.
-        free: returned by communicators that had their own.
+        shared: the groups that all communicators of the same ranks share, except those that `Dup`
+            returned; these ranks call collectives in the same order.
+        free: the groups that `Free` has returned, to be used by the next `Dup`.
         created: the number of groups so far, by ranks.
         meetings: the number of `Ibarrier`s so far, by group.
     """
@@ -437,7 +438,7 @@ _groups = lru_cache(maxsize=1)(Groups)
 
 
 def _tells_of_loss(error: RuntimeError) -> bool:
-    """Return whether an error of torch.distributed is about another rank, or the connection."""
+    """Return whether an error from torch.distributed concerns another rank or the connection."""
     text = str(error)
     gloo = SOURCE.match(text) is not None or "Timed out" in text
     return gloo or isinstance(error, distributed.DistError)
@@ -462,7 +463,7 @@ def _bytes(buffer: Any) -> Tensor:
 
 
 def _summed(numbers: Tensor, op: Any = None) -> tuple[Tensor, Any]:
-    """Return numbers and an operation that torch.distributed can reduce.
+    """Return values and an operation with which torch.distributed can reduce them.
 
     Raises:
         ValueError: there is no such operation.
@@ -487,7 +488,7 @@ def _parts(buffer: Any, size: int) -> list[Tensor]:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return parts as one tensor, without a copy if they are adjacent."""
+    """Return the parts as one tensor, without a copy if they are adjacent."""
     if all(a.storage_offset() + len(a) == b.storage_offset() for a, b in pairwise(parts)):
         return parts[0].as_strided((sum(map(len, parts)),), (1,))
     return torch.cat(list(parts))

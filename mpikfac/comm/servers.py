@@ -125,7 +125,7 @@ def lost_ranks(link: MPI.Intercomm) -> list[int]:
     """
     if not survives():
         return []
-    failed = MPI.COMM_WORLD.Get_failed()  # Open MPI reports none for an intercommunicator
+    failed = MPI.COMM_WORLD.Get_failed()  # for an intercommunicator, Open MPI reports none
     ranks = MPI.Group.Translate_ranks(failed, range(failed.size), link.Get_remote_group())
     return [rank for rank in ranks if rank != MPI.UNDEFINED]
 

@@ -27,7 +27,7 @@ from mpikfac.errors import CRASH, USAGE_ERROR, UserError, looks
 
 LOOK = 1.0  # seconds between two checks
 LONG = 10.0  # seconds in a step before a rank sends its position
-WAIT = 60.0  # seconds; the ranks of a job can finish at different times
+WAIT = 60.0  # seconds to wait for another rank; ranks can finish at different times
 LEAVE = 2.0  # seconds for all ranks to write their stack traces
 TIMEOUT = "MPIKFAC_WATCHDOG_TIMEOUT"
 """The environment variable for the timeout: a job ends after this many seconds without a step."""
@@ -67,7 +67,7 @@ class WatchedSteps:
     def __init__(self, comm: Comm, name: str) -> None:
         """Register a trainer with the rank's watch.
 
-        Collective over: comm; for the first trainer that comprises all ranks of the job, world.
+        Collective over: comm; also world, for the first trainer that includes all its ranks.
 
         Args:
             comm: the ranks that train together.
@@ -195,7 +195,7 @@ class Watch:
                 self._before = place
             elif self._limit:
                 self._limit = None  # the sender ends the job
-                self._write_stacks("another rank has reached the limit")
+                self._write_stacks("another rank has reached the timeout")
 
     @property
     def _previous(self) -> int:

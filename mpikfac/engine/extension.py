@@ -17,7 +17,7 @@ from mpikfac.engine.site import Site
 
 
 class OneModel(Part):
-    """The base class of exchanges, in which all ranks step one model and exchange only reductions.
+    """The base class of exchanges; here, all ranks train one model, and only reductions are sent.
 
     Subclasses override the hooks of a step: `begin_step`, `before_update` (not called in steps that
     ranks skip) and `end_step`.
@@ -74,7 +74,7 @@ class OneModel(Part):
         """
 
     def shared(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of the state, with the rank in the names of items that differ."""
+        """Return the rank's part of the state; items that differ between ranks name the rank."""
         return state
 
     def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

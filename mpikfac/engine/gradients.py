@@ -34,12 +34,12 @@ class Gradients:
 
     Attributes:
         layers: the layers covered by K-FAC.
-        uncovered: parameters and running statistics without a covering layer.
+        uncovered: the parameters and running statistics that no layer covers.
         trained: the trained parameters.
         sender: reduces the arena over ranks; an extension can replace it.
         reader: copies gradients from the model, and directions to it.
         broken: the names of blocks whose average contains NaN or infinity, among those that this
-            rank steps; the step does not change them.
+        rank updates; the step does not change them.
         shortened: the factor by which `max_norm` scales the gradients of the step, `[]`; 1.0
             without a bound.
         weight: the rank's weight in averages; its mean over ranks is 1.
@@ -69,13 +69,13 @@ class Gradients:
         self.statistics = [block for block in uncovered if isinstance(block, Statistic)]
         self.counts = Counts(self.statistics if self.sender.in_parts else [])
         self.reader = self._reader_of(model)
-        # Weak, as above: the model would keep the arena of a trainer that is gone.
+        # A weak reference, as above: otherwise, the model would keep a deleted trainer's arena.
         self._hooks = [model.register_load_state_dict_post_hook(Hook(self._on_load, ref(self)))]
         finalize(self, remove, self._hooks)
         self.keep()
 
     def _reader_of(self, model: nn.Module) -> Reader:
-        """Return the reader for the sender, or for a model of which the rank holds shards."""
+        """Return the reader that suits the sender or, for a sharded model, the shards."""
         if self.plan.sharding:
             return ShardReader(self.slots, self.sender, self.site, self.blocks, model)
         return (EarlyReader if self.sender.early else Reader)(self.slots, self.sender)
@@ -88,9 +88,9 @@ class Gradients:
     # -- local gradients -------------------------------------------------------------------------
 
     def look(self, values: object) -> bool:
-        """Vote on a change of the model, and on `values`, which must be equal on all ranks.
+        """Vote on a change to the model, and on `values`, which must be equal on all ranks.
 
-        New parameters are not stepped in this step.
+        New parameters are not updated in this step.
 
         Returns:
             Whether the trained parameters of the rank's model have changed.
@@ -156,7 +156,7 @@ class Gradients:
                 if examples:
                     values.mul_(weight)
                 else:
-                    values.zero_()  # the mean of no examples is NaN
+                    values.zero_()  # the mean over no examples is NaN
         self.weight = weight
         self.weight_of_statistics = examples * all_seen / (seen * total) if seen else 1.0
 
@@ -185,7 +185,7 @@ class Gradients:
     def average(self) -> None:
         """Average the arena over ranks, either on all ranks or each block only on its updater.
 
-        Collective over: world, or the ranks that step the same replica of the model, or none.
+        Collective over: world, or the ranks that update the same replica of the model, or none.
 
         Raises:
             ValueError: parts of the batch are missing.
@@ -220,7 +220,7 @@ class Gradients:
         self.site.nonfinite.note("gradient", answered, step, "not changed in this step")
 
     def write(self, slots: Iterable[Slot]) -> None:
-        """Set the gradients of the blocks that the rank steps to the values of `slots`."""
+        """Set the gradients of the blocks that the rank updates to the values of `slots`."""
         copies: list[tuple[Tensor, Tensor]] = []
         with self.site.trace.stage(names.WRITE_BACK):
             for slot in slots:
@@ -252,7 +252,7 @@ class Gradients:
         self.counts.keep()
 
     def abort_batch(self) -> None:
-        """Drop what was read and sent; restore the running statistics after the last step.
+        """Drop what was read and sent; reset the running statistics to those after the last step.
 
         Collective over: world with `overlap`, otherwise none.
         """
@@ -278,7 +278,7 @@ class Gradients:
             block.abort_batch()
 
     def stepped(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters that the rank's optimizer steps, by name."""
+        """Return the parameters that the rank's optimizer updates, by name."""
         stepped = {id(parameter) for parameter in self.reader.stepped}
         return {name: p for name, p in model.named_parameters() if id(p) in stepped}
 

@@ -33,8 +33,8 @@ class Method:
 
     Attributes:
         parts: the parts with a state, in the order in which they are reset.
-        is_consistent: whether the rank's state is that after the last step, without anything from a
-            later step.
+        is_consistent: whether the rank's state is the state after the last step, with nothing from
+            a later one.
         outgrown: whether the batches so far require a new plan for the model.
     """
 
@@ -51,7 +51,7 @@ class Method:
         return 0
 
     def numbers(self, step: int) -> Numbers:
-        """Return the hyperparameters in effect at a step."""
+        """Return the hyperparameters for a step."""
         return Numbers(step)
 
     def compared(self, numbers: Numbers) -> dict[str, object]:
@@ -99,7 +99,7 @@ class Method:
             part.abort_batch()
 
     def prepare_change(self) -> None:
-        """Prepare for a change of the trained parameters, before the method is created again.
+        """Prepare for a change to the trained parameters, before the method is created again.
 
         Collective over: world.
 
@@ -108,7 +108,7 @@ class Method:
         """
 
     def take_over(self, before: Any) -> None:
-        """Copy everything that still fits from the previous method.
+        """Copy everything that still applies from the previous method.
 
         Collective over: world.
         """
@@ -120,7 +120,7 @@ class CoveredModel:
 
     Attributes:
         uncovered: the uncovered tensors and the votes.
-        dtype: the dtype in which to compute.
+        dtype: the dtype for computations.
         split: the split layers.
         sharding: the parameters of which the rank holds a shard.
     """
@@ -188,5 +188,5 @@ class MethodFactory:
         return exchange_of(site, gradients)
 
     def update(self, gradients: Gradients, exchange: OneModel) -> Everyone:
-        """Return the object that clips and steps the model."""
+        """Return the object that clips and updates the model."""
         return update_of(gradients)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mpikfac.errors import UserError
 from mpikfac.layers import Layer, skipping
 
-LEAST_DAMPING = 1e-8  # in float32
+LEAST_DAMPING = 1e-8  # a smaller one causes a warning in float32
 TOLERATED = 3  # the number of times in a row that a value can be non-finite before the run ends
 
 log = logging.getLogger("mpikfac")
@@ -47,11 +47,11 @@ class Nonfinite:
         instead: str,
         tried: Collection[str] | None = None,
     ) -> None:
-        """Record that `names` were not finite at `step`, and that the rest of `tried` was.
+        """Record that `names` were not finite at `step`, but all others in `tried` were.
 
         Args:
             instead: the consequence, for the log.
-            tried: the names of the kind that were due at `step`; all if None.
+            tried: the names of this kind that were computed at `step`; None for all.
 
         Raises:
             UserError: a value was not finite more than `TOLERATED` times in a row.
@@ -121,7 +121,7 @@ class Cautions:
             )
 
     def large_factors(self, layers: Sequence[str], damping: float, step: int) -> None:
-        """Warn about the first layer whose factors float32 rounds by more than the damping."""
+        """Warn about the first layer whose factors have rounding errors above the damping."""
         if layers:
             self._once(
                 "large factors",
@@ -136,7 +136,7 @@ class Cautions:
         self._once(
             f"unseen {layer.name}",
             "layer %r has a gradient, but K-FAC saw no call of the module in train() mode whose "
-            "outputs count, and without statistics does not change the direction of the gradient; "
+            "outputs count, so the layer has no statistics and its gradient keeps its direction; "
             "call the module itself in train() mode, pass all heads to record() if fisher_type "
             "needs it, or train the layer first-order with %s",
             *(layer.name, skipping([layer.path])),
@@ -147,7 +147,7 @@ class Cautions:
         if layers:
             self._once(
                 "without gradient",
-                "layer %r and %d more have statistics of a backward pass, but their gradients are "
-                "gone: K-FAC treats them as 0; leave gradients in .grad until step()",
+                "layer %r and %d more have statistics from a backward pass, but their gradients "
+                "are gone, and K-FAC treats them as 0; leave gradients in .grad until step()",
                 *(layers[0], len(layers) - 1),
             )

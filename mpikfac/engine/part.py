@@ -50,7 +50,7 @@ class Part:
         self.site, self.plan = site, site.plan
 
     def reset(self) -> None:
-        """Restore the initial state, as before loading a state, without a current batch."""
+        """Restore the initial state and drop the current batch, as before loading a state."""
 
     def abort_batch(self) -> None:
         """Drop the passes since the last step.
@@ -65,7 +65,7 @@ class Part:
         return ()
 
     def marks(self) -> dict[str, Any]:
-        """Return the plain values that the state has in addition to the items."""
+        """Return the plain values that the state contains in addition to the items."""
         return {}
 
     def in_state(self, names: Collection[str]) -> Iterable[Item]:
@@ -86,7 +86,7 @@ class Part:
         return marks | _saved(self.items())
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names of a complete state of all ranks, as far as `names` determine them."""
+        """Return the names that a state with `names` must have to be complete."""
         if self.MARK and self.MARK not in names:
             return set()
         return {item.name for item in self.items()}
@@ -106,7 +106,7 @@ class Part:
             tensor.copy_(state[name])
 
     def take_over(self, before: Any) -> set[str]:
-        """Copy tensors whose name and shape stay the same from the part before a change.
+        """Copy the tensors whose name and shape are unchanged from the part that existed before.
 
         Returns:
             The names of the items that were copied on this rank.
@@ -129,8 +129,8 @@ class PreconditionerPart(Part):
 
         Args:
             x: the inputs, as in the sums for factors.
-            g: the gradients at the layer's outputs.
-            weight: the weight of the call.
+            g: the gradients with respect to the layer's outputs.
+            weight: the weight of the call in the sums.
         """
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ class PreconditionerPart(Part):
         raise NotImplementedError
 
     def restart(self, weights: Mapping[str, Tensor], turn: int | None) -> None:
-        """Restart layers with new bases: all layers, or those of round `turn` of a refresh.
+        """Restart layers with new bases: all layers, or those of slot `turn` of a refresh.
 
         Args:
             weights: the weights of the factors' averages.
@@ -168,7 +168,7 @@ class PreconditionerPart(Part):
 
 
 def handed_on(comm: Comm, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
-    """Copy tensors whose name and shape stay the same, even between ranks; return their names.
+    """Copy the tensors whose name and shape are unchanged, even across ranks; return their names.
 
     Collective over: comm.
     """

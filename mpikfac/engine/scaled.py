@@ -46,10 +46,10 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
 
     A rank whose gradients have NaN or infinity, or for which `finite` is False, sends only NaN,
     which every rank that receives a part of the sum detects; ranks without a part are notified. The
-    scaler gets the same result on all ranks, or one result per rank if ranks step replicas of the
+    scaler gets the same result on all ranks, or one result per rank if ranks update replicas of the
     model.
 
-    Collective over: as in `Gradients.average`; also world if a rank steps nothing.
+    Collective over: as in `Gradients.average`; also world if a rank updates no parameters.
     """
     arena, accumulated, scale = gradients.arena, gradients.sender.accumulated, scaler.get_scale()
     for block in gradients.blocks:

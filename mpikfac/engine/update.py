@@ -1,4 +1,4 @@
-"""Clip and step the model, on every rank or with each owner stepping its own blocks."""
+"""Clip and update the model: each rank updates all of it, or each owner its own blocks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mpikfac.plan import lay_out, names, stages
 
 
 class Everyone:
-    """The base class: every rank has all averaged gradients, and steps all blocks.
+    """The base class: every rank has all averaged gradients, and updates all blocks.
 
     Attributes:
-        writes: finds what the program writes to weights between steps, if a step would hide it;
-            None if ranks keep what they have written.
+        writes: detects weights that the program changes between steps, if the next step would
+            overwrite them; None if such changes are kept.
     """
 
     writes: Writes | None = None
@@ -53,7 +53,7 @@ class Everyone:
         return [name for name in names if name not in broken]
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step the model.
+        """Update the model.
 
         Collective over: world if the optimizer is sharded, otherwise none.
         """
@@ -95,7 +95,7 @@ class ByOwners(Everyone):
 class ShardOwners(ByOwners):
     """Let each block's updater send its direction to the shards, which all ranks step.
 
-    The optimizer has the state of the rank's shards.
+    The optimizer holds the state of the rank's shards.
     """
 
     def step(self, optimizer: Optimizer) -> None:
@@ -108,9 +108,9 @@ class ShardOwners(ByOwners):
 
 
 class Owners(ByOwners):
-    """Let each block's updater step it and send the weights to all ranks.
+    """Let each block's updater update it and send the weights to all ranks.
 
-    The optimizer has no state for blocks that other ranks step.
+    The optimizer holds no state for blocks that other ranks update.
     """
 
     def __init__(self, gradients: Gradients) -> None:
@@ -126,7 +126,7 @@ class Owners(ByOwners):
         self.writes = Writes(trained) if trained else None
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step the rank's blocks, and send their weights to all ranks.
+        """Update the rank's blocks, and send their weights to all ranks.
 
         Collective over: world.
         """
@@ -138,7 +138,7 @@ class Owners(ByOwners):
         try:
             super().step(optimizer)
             self._publish()
-        finally:  # the step itself, even if interrupted, wrote these weights
+        finally:  # even an interrupted step has written these weights itself
             if self.writes is not None:
                 self.writes.note()
 
@@ -155,7 +155,7 @@ class Owners(ByOwners):
     def _receives(self, slot: Slot) -> bool:
         """Return whether the rank copies a block's weights from the messages.
 
-        If changes were encoded, the sender itself also uses the decoded ones.
+        If changes were encoded, the sender, too, uses the decoded ones.
         """
         return bool(self._before) or not slot.steps
 

@@ -1,6 +1,6 @@
-"""The lab: methods of papers in addition to the core, in one folder per method.
+"""The lab: published methods that extend the core, with one folder per method.
 
-Import it to make its methods available by name: types of `Strategy`, and named strategies.
+Import it to make its types for `Strategy` and its named strategies available by name.
 
     import mpikfac.lab
     strategy, settings = mpikfac.get_strategy("parle")

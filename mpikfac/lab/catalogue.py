@@ -1,4 +1,4 @@
-"""The lab's methods of distributing training over ranks and over time, by name."""
+"""The lab's named strategies for distributing training over ranks and over time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _robust(aggregation: Aggregation) -> Strategy:
 
 NAMED |= {
     "dgc": Named(
-        "COMM-OPT in which a rank sends only the largest thousandth of the gradients; the others "
+        "COMM-OPT in which each rank sends only the largest 0.1 % of its gradients; the others "
         "wait and accumulate momentum, which replaces the optimizer's",
         "DGC, Lin et al. 2018",
         "2 (P-1)/P 4T + (P-1)/P 4F + (P-1) 0.008N - 2 (P-1)/P 4N",
@@ -55,8 +55,8 @@ NAMED |= {
         same=False,
     ),
     "local-sgd": Named(
-        "Each rank takes eight steps on its own replica of the model, and then the mean of all "
-        "replicas replaces each of them",
+        "Each rank takes eight steps on its own replica of the model, and then all replicas are "
+        "replaced by their mean",
         "Stich 2019",
         "2 (P-1)/P 4T + (P-1)/P 4F - 7/8 2 (P-1)/P 4N",
         Strategy(CommOpt(), sync=LocalSGD(sync_every=8)),
@@ -79,23 +79,23 @@ NAMED |= {
     ),
     "downpour": Named(
         "Clients push gradients to a server and fetch weights, and no client waits for another; "
-        "the server steps the weights in order of arrival; `P` clients train",
+        "the server applies the gradients in order of arrival; `P` clients train",
         "Downpour, Dean et al. 2012",
         "0 + 0 + 4N to the server and 4N back - 2 (P-1)/P 4N",
         Strategy(MemOpt(), sync=ParameterServer()),
         same=False,
     ),
     "streaming-diloco": Named(
-        "DiLoCo in five parts of the model, one of which is sent every ten steps; a mean is used "
-        "five steps later, and mixed equally with the replica",
+        "DiLoCo with the model divided into five parts, one of which is sent every ten steps; its "
+        "mean is used five steps later, averaged with the replica's current weights",
         "Streaming DiLoCo, Douillard et al. 2025",
         "2 (P-1)/P 4T + (P-1)/P 4F - 49/50 2 (P-1)/P 4N",
         Strategy(CommOpt(), sync=DiLoCo(fragments=5, delay=5, mixing=0.5)),
         same=False,
     ),
     "daso": Named(
-        "The ranks of a node average gradients at every step; after every fourth step, the ranks "
-        "of each node take turns in sending weights, and the mean is mixed in one step later; "
+        "The ranks of a node average gradients in every step; after every fourth step, one rank "
+        "per node, in round-robin order, sends weights, whose mean is mixed in one step later; "
         "`ranks_per_node` is the number of ranks per node, 1 by default",
         "DASO, Coquelin et al. 2022",
         "2 (P-1)/P 4T + (P-1)/P 4F + one reduction in four steps - 2 (P-1)/P 4N",
@@ -103,16 +103,16 @@ NAMED |= {
         same=False,
     ),
     "lsgd": Named(
-        "Each rank steps a replica of the model, which is pulled towards the replica with the "
-        "lowest loss, a little at each step, and more at every eighth step",
+        "Each rank trains a replica of the model, which is pulled towards the replica with the "
+        "lowest loss, a little in each step, and more in every eighth step",
         "LSGD, Teng et al. 2019",
         "2 (P-1)/P 4T + (P-1)/P 4F - 15/16 2 (P-1)/P 4N",
         Strategy(CommOpt(), sync=LSGD()),
         same=False,
     ),
     "parle": Named(
-        "Each rank steps a replica of the model; every 25 steps, each replica moves to the average "
-        "of its steps and towards the mean of all averages",
+        "Each rank trains a replica of the model; every 25 steps, each replica moves to the "
+        "average of its steps and towards the mean of all averages",
         "Parle, Chaudhari et al. 2018",
         "2 (P-1)/P 4T + (P-1)/P 4F - 24/25 2 (P-1)/P 4N",
         Strategy(CommOpt(), sync=Parle()),
@@ -126,21 +126,21 @@ NAMED |= {
         same=False,
     ),
     "trimmed-mean": Named(
-        "The coordinate-wise mean of all ranks' gradients, without the largest and the smallest",
+        "The coordinate-wise mean of all ranks' gradients, without the largest and smallest value",
         "Yin et al. 2018",
         COMM_OPT_COST,
         _robust(TrimmedMean(num_byzantine=1)),
         same=False,
     ),
     "krum": Named(
-        "The one of all ranks' gradients that is nearest to its neighbours replaces the mean",
+        "The gradient that is nearest to its neighbours among all ranks' replaces the mean",
         "Blanchard et al. 2017",
         COMM_OPT_COST,
         _robust(Krum(num_byzantine=1)),
         same=False,
     ),
     "geometric-median": Named(
-        "The vector with the smallest sum of distances to all ranks' gradients",
+        "The vector with the smallest sum of distances to all ranks' gradients replaces the mean",
         "Chen et al. 2017",
         COMM_OPT_COST,
         _robust(GeometricMedian()),
@@ -155,8 +155,8 @@ NAMED |= {
         same=False,
     ),
     "safeguard": Named(
-        "COMM-OPT in which a rank is permanently excluded when its gradients, summed over 300 "
-        "steps or over 50, are twice as far from a median rank's as those of most ranks",
+        "COMM-OPT in which a rank is permanently excluded when its gradients, summed over 300 or "
+        "over 50 steps, are more than twice as far from a median rank's as most ranks' gradients",
         "SafeguardSGD, Allen-Zhu et al. 2021",
         COMM_OPT_COST,
         _robust(Safeguard()),

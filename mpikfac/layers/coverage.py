@@ -39,7 +39,7 @@ class Coverage:
     """Choose the layers that K-FAC covers, and the form of their factors.
 
     Args:
-        skip: names of modules to train first-order, including all modules inside.
+        skip: names of modules to train first-order, including all modules inside them.
         covers: the kind of layer for each class of modules, or for the full name of the class.
             The default, `KINDS`, covers linear layers, convolutions, embeddings and attention.
             `{**KINDS, **NORMS}` also covers normalisations. Add your own modules in the same way;
@@ -47,16 +47,16 @@ class Coverage:
         rule: a function from a layer's full factors to the factors that are kept, such as only
             diagonals or blocks, or only one side; it can also set how positions that share a weight
             are counted, and the layer's preconditioner, if it differs from the run's.
-        own_examples: names of modules, including all modules inside, whose first input dimension is
-            not the batch but their own examples, in any number, such as the boxes of images. These
-            count as the examples of the layers, and K-FAC does not warn about their number. The
-            loss is a mean over them.
-        part_of_batch: names of modules, including all modules inside, whose calls receive a part of
-            the batch, such as experts, early exits or masked tokens. The loss is a mean over the
-            whole batch, whose number of examples is taken from the other layers.
+        own_examples: names of modules, including all modules inside them, whose first input
+            dimension is not the batch but their own examples, of which there can be any number,
+            such as boxes in images. These count as the layers' examples, and K-FAC does not warn
+            about their number. The loss is a mean over them.
+        part_of_batch: names of modules, including all modules inside them, whose calls receive a
+            part of the batch, such as experts, early exits or masked tokens. The loss is a mean
+            over the whole batch, whose number of examples is taken from the other layers.
 
     Raises:
-        ValueError: a sequence of names is a string.
+        ValueError: a string was passed in place of a sequence of names.
     """
 
     skip: Sequence[str] = ()
@@ -80,8 +80,9 @@ def cover(
     """Return the covered layers, and uncovered parameters and running statistics, in model order.
 
     Modules of the types in `covers` are covered, except those without trained parameters, and those
-    that are named in `skip` or inside a module that is. Modules with the same parameters are a
-    single layer if they compute the same. Other modules that share a parameter are not covered.
+    that are named in `skip` or inside a module that is. Modules with the same parameters form a
+    single layer if they compute the same output. Other modules that share a parameter are not
+    covered.
 
     Args:
         statistics_dtype: inputs of convolutions are rounded to this dtype before multiplying.
@@ -127,10 +128,10 @@ def cover(
 
 
 def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
-    """Return the layers that contain all uses of their parameters, and the ties of other ones.
+    """Return the layers that contain all uses of their parameters, and the ties of the others.
 
     A gradient is the sum over all uses of a parameter, such as a weight that the embedding shares
-    with the head; factors of only some of the uses are not the curvature of the sum.
+    with the head; factors of only some of the uses do not describe the sum's curvature.
     """
     uses: dict[int, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
@@ -179,7 +180,7 @@ def alike(first: nn.Module, second: nn.Module) -> bool:
 def offers(
     model: nn.Module, others: Sequence[Other], coverage: Coverage | None = None
 ) -> list[str]:
-    """Return a line for each class of uncovered modules that computes what a covered class does."""
+    """Return a line for each class of uncovered modules that computes what a covered one does."""
     coverage = coverage or Coverage()
     uncovered = {id(block.tensor) for block in others if block.parameters and not block.ties}
     names: dict[type[nn.Module], list[str]] = {}

@@ -1,4 +1,4 @@
-"""Describe embeddings as matrices: inputs are unit vectors, so A is diagonal, with frequencies."""
+"""Describe embeddings as matrices: inputs are unit vectors, so A is a diagonal of frequencies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class EmbeddingLayer(Layer):
     def projections(
         self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return rows of `of_inputs`, its products with unit vectors, and projections of `g`."""
+        """Return rows of `of_inputs`: products with unit vectors; and projections of `g`."""
         rows = of_inputs[0].clone()
         if self.module.padding_idx is not None:
             rows[self.module.padding_idx] = 0
@@ -78,7 +78,7 @@ class EmbeddingLayer(Layer):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype of counts, for which bfloat16 has too few digits."""
+        """Return the dtype for counts, which need more digits than bfloat16 has."""
         return torch.promote_types(self.module.weight.dtype, torch.float32)
 
     def arranged(self, parameter: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ NEVER_CALLED = (NonDynamicallyQuantizableLinear,)  # attention multiplies by the
 
 
 def same_as(module: nn.Module, covers: Kinds) -> bool:
-    """Return whether an uncovered module inherits all that it computes from a covered class."""
+    """Return whether an uncovered module inherits everything it computes from a covered class."""
     kind = class_of(module)
     base = covered_base(kind, covers)
     if base is None or maker_of(module, covers) or kind in NEVER_CALLED:
@@ -76,7 +76,7 @@ def same_as(module: nn.Module, covers: Kinds) -> bool:
 
 
 def offer(kind: type[nn.Module], covers: Kinds) -> str:
-    """Return the argument of `KFAC` that covers a class that computes the same as a covered one."""
+    """Return the argument of `KFAC` that covers a class with the same outputs as a covered one."""
     base, derived = covered_base(kind, covers), kind.__name__
     assert base is not None
     (table, *_) = [name for name, kinds in (("KINDS", KINDS), ("NORMS", NORMS)) if base in kinds]

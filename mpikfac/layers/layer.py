@@ -41,7 +41,7 @@ class Attached(Protocol):
 
 
 def skipping(names: Sequence[str]) -> str:
-    """Return the argument of `KFAC` with which modules are trained first-order."""
+    """Return the argument of `KFAC` that makes the named modules train first-order."""
     return f"coverage=mpikfac.Coverage(skip={list(names)!r})"
 
 
@@ -66,15 +66,15 @@ class Layer:
         bias: whether the matrix's last column is the bias.
         bias_alone: whether the bias is the only column.
         shape: the layer's factors and the form of its gradient.
-        spatial: whether positions are pixels; used by normalisations other than "expand".
+        spatial: whether positions are pixels; only "expand" ignores this when it normalises.
         dimensions: the minimum number of dimensions of a batch; an input with fewer is one example.
-        quadratic: the sides whose statistics are sums of squares of gradients; those of other sides
-            use inputs alone.
+        quadratic: the sides whose statistics are sums of squares of gradients; the statistics of
+            other sides use only inputs.
         rounded_to: inputs of convolutions are rounded to this dtype before multiplying.
-        of_batch: whether inputs begin with the batch dimension; otherwise with the layer's own
-            examples.
-        of_part: whether these examples are a part of the batch, with the loss a mean over the
-            batch.
+        of_batch: whether the first dimension of inputs is the batch; otherwise, it is the layer's
+            own examples.
+        of_part: whether these examples are a part of the batch, and the loss is a mean over the
+            whole batch.
         group: the only group that the layer's statistics belong to; None for all groups.
     """
 
@@ -90,7 +90,7 @@ class Layer:
     def __init__(
         self, name: str, module: nn.Module, given: Sequence[Tensor | None] | None = None
     ) -> None:
-        """Use weight and bias from `given`, or else the module's `weight` and `bias`.
+        """Use the weight and bias in `given`, or the module's `weight` and `bias` if it is None.
 
         Raises:
             NotCovered: weight or bias is not a parameter of the module but computed in every pass,
@@ -140,7 +140,7 @@ class Layer:
         return [self]
 
     def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[RemovableHandle]:
-        """Call `hook` after each forward call of one of the layer's modules; return what to remove.
+        """Call `hook` after each forward call of one of the layer's modules; return the handles.
 
         The hook runs before all hooks of the program, which could replace the module's output.
         """
@@ -150,7 +150,7 @@ class Layer:
         """Return the input and the hook of a module call; None without a backward pass.
 
         Raises:
-            TypeError: the output is no tensor.
+            TypeError: the output is not a tensor.
         """
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -158,7 +158,7 @@ class Layer:
                 f"pass tensors, or train the layer first-order with {skipping([self.path])}"
             )
         # The hook is on the graph, not on the module: an in-place activation after a layer
-        # breaks module backward hooks, and a pass without a backward records nothing.
+        # breaks module backward hooks, and calls without a backward pass need not be recorded.
         if not output.requires_grad:
             return None
         x = positional[0] if positional else named["input"]
@@ -189,7 +189,7 @@ class Layer:
         return x.reshape(len(x), -1, *x.shape[self._last + 1 :])
 
     def outputs(self, g: Tensor) -> Tensor:
-        """Return the vectors `g` `[batch, shared, outputs]` of the gradient at the output."""
+        """Return the vectors `g` `[batch, shared, outputs]`: gradients with respect to outputs."""
         return g.reshape(len(g), -1, *g.shape[self._last + 1 :])
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
@@ -235,21 +235,21 @@ class Layer:
         return sum_of(self.outputs(g).square().flatten(0, self._last))
 
     def input_sum(self, x: Tensor) -> Tensor:
-        """Return `sum(a a^T)` `[inputs, inputs]` of a forward call's input."""
+        """Return `sum(a a^T)` `[inputs, inputs]` for a forward call's input."""
         rows = self.inputs(x).flatten(0, self._last)
         total = squares(rows.movedim(0, -1))
         return with_bias(total, sum_of(rows, bias=True)) if self.bias else total
 
     def output_sum(self, g: Tensor) -> Tensor:
-        """Return `sum(g g^T)` `[outputs, outputs]` of the gradient at the call's output."""
+        """Return `sum(g g^T)` `[outputs, outputs]` for the gradient of the call's output."""
         return squares(self.outputs(g).flatten(0, self._last).movedim(0, -1))
 
     def input_vector(self, x: Tensor) -> Tensor:
-        """Return `sum(a)` `[inputs]` of a forward call's input."""
+        """Return `sum(a)` `[inputs]` for a forward call's input."""
         return sum_of(self.inputs(x).flatten(0, self._last), self.bias)
 
     def output_vector(self, g: Tensor) -> Tensor:
-        """Return `sum(g)` `[outputs]` of the gradient at the call's output."""
+        """Return `sum(g)` `[outputs]` for the gradient of the call's output."""
         return sum_of(self.outputs(g).flatten(0, self._last))
 
     def input_means(self, x: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ class Layer:
     # -- gradients and values --------------------------------------------------------------------
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies from the gradients to the `parts` of a matrix; missing ones become 0.
+        """Return the copies that write gradients to the `parts` of a matrix; missing ones are 0.
 
         Each copy is a pair of target and source; the caller performs the copies of many layers at
         once.
@@ -343,19 +343,19 @@ class Layer:
                 yield part, self.arranged(parameter.grad)
 
     def gradients_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies from the `parts` of a matrix to the gradients of weight and bias."""
+        """Return the copies that write the `parts` of a matrix to the parameters' gradients."""
         for part, parameter in zip(parts, self.parameters):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             yield self.arranged(parameter.grad), part
 
     def values_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies from weight and bias to the `parts` of a matrix."""
+        """Return the copies that write weight and bias to the `parts` of a matrix."""
         for value, part in self.values_from(parts):
             yield part, value
 
     def values_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies from the `parts` of a matrix to weight and bias."""
+        """Return the copies that write the `parts` of a matrix to weight and bias."""
         for part, parameter in zip(parts, self.parameters):
             yield self.arranged(parameter.detach()), part
 
@@ -385,7 +385,7 @@ class Layer:
 
 
 def place_of(module: nn.Module, parameter: Tensor) -> tuple[nn.Module, str]:
-    """Return the module, inside `module`, that has a tensor, and the tensor's name there."""
+    """Return the submodule of `module` that holds `parameter`, and the parameter's name there."""
     return next(
         (part, name)
         for part in module.modules()
@@ -396,7 +396,7 @@ def place_of(module: nn.Module, parameter: Tensor) -> tuple[nn.Module, str]:
 
 
 def _without_values(parameter: Tensor) -> Tensor:
-    """Return a tensor with the shape of a parameter, of which the rank may hold only a shard."""
+    """Return a tensor with a parameter's full shape, even if the rank holds only a shard."""
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 

@@ -38,7 +38,7 @@ class NormLayer(Layer):
         return LayerShape(self.name, trained, 1, self.parameters[0].numel(), sides="A")
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """Note the mode of a call: the program can change it before the backward pass."""
+        """Record a call's mode, because the program can change it before the backward pass."""
         module = self.module
         if isinstance(module, _BatchNorm):
             self._by_running = not module.training and module.running_mean is not None
@@ -78,7 +78,7 @@ class NormLayer(Layer):
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return `batch`, because squares of a mean loss's gradients are too small by it."""
+        """Return `batch`, the factor by which squares of a mean loss's gradients are too small."""
         return {"A": 1.0 if vectors else float(batch)}
 
     def positions(self, g: Tensor) -> int:

@@ -33,7 +33,7 @@ class Refused(ValueError):
     """Report all modules of a model that K-FAC cannot cover.
 
     Attributes:
-        reasons: the reason for each refused module, with the names of all modules that share it.
+        reasons: the reason for each refused module, with all modules refused for this reason.
         skip: the modules that were skipped, and those that cannot be covered.
         without_remedy: the message without the remedy.
     """
@@ -55,10 +55,10 @@ def by_reason(refused: Iterable[tuple[str, str]]) -> list[Refusal]:
 
 
 def check_names(model: nn.Module, choice: str, chosen: Sequence[str]) -> None:
-    """Check that a choice such as "skip" names modules of the model.
+    """Check that the names in a choice such as "skip" are modules of the model.
 
     Raises:
-        ValueError: no module has the name.
+        ValueError: a name is not that of a module.
     """
     names = [name for name, _ in model.named_modules()]
     for name in chosen:

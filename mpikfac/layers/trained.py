@@ -34,8 +34,8 @@ def take_model(model: nn.Module, trainer: Trainer) -> None:
         alive = None if other is model else reference()
         if alive is not None and not own.isdisjoint(map(id, other.parameters())):
             log.warning(
-                "the model shares parameters with another model that has a %s: each of the two "
-                "trainers steps them; freeze them in one of the models, or call detach() on one "
+                "the model shares parameters with another model that has a %s: both "
+                "trainers update them; freeze them in one of the models, or call detach() on one "
                 "trainer",
                 type(alive).__name__,
             )

@@ -49,7 +49,7 @@ class Other:
         self.ties = ties
 
     def parts(self, matrix: Tensor) -> list[Tensor]:
-        """Return views of `matrix`, shaped as the tensors: `matrix` itself."""
+        """Return views of `matrix`, shaped like the tensors: here, `matrix` itself."""
         return [matrix]
 
     def arranged(self, parameter: Tensor) -> Tensor:
@@ -57,24 +57,24 @@ class Other:
         return parameter
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy from the gradient to the `parts` of a matrix; it is 0 if missing."""
+        """Return the copy that writes the gradient to the `parts` of a matrix; 0 if missing."""
         if self.tensor.grad is None:
             parts[0].zero_()
         else:
             yield parts[0], self.tensor.grad
 
     def gradients_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy from the `parts` of a matrix to the gradient."""
+        """Return the copy that writes the `parts` of a matrix to the gradient."""
         if self.tensor.grad is None:
             self.tensor.grad = torch.empty_like(self.tensor)
         yield self.tensor.grad, parts[0]
 
     def values_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy from the tensor to the `parts` of a matrix."""
+        """Return the copy that writes the tensor to the `parts` of a matrix."""
         yield parts[0], self.tensor.detach()
 
     def values_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy from the `parts` of a matrix to the tensor."""
+        """Return the copy that writes the `parts` of a matrix to the tensor."""
         yield self.tensor.detach(), parts[0]
 
     def abort_batch(self) -> None:
@@ -98,7 +98,7 @@ class Statistic(Other):
         self._snapshot = tensor.clone()  # equal on all ranks; a forward pass changes only `tensor`
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy from the statistic to the `parts` of a matrix."""
+        """Return the copy that writes the statistic to the `parts` of a matrix."""
         return self.values_to(parts)
 
     def gradients_from(self, parts: Sequence[Tensor]) -> Copies:
@@ -115,7 +115,7 @@ class Statistic(Other):
         yield self._snapshot, self.tensor
 
     def abort_batch(self) -> None:
-        """Restore the value after the last step."""
+        """Reset the value to that after the last step."""
         self.tensor.copy_(self._snapshot)
 
 
@@ -152,7 +152,7 @@ class Counts:
         self.keep()
 
     def abort_batch(self) -> None:
-        """Restore the counts after the last step."""
+        """Reset the counts to those after the last step."""
         self._accumulated = []
         for count, snapshot in zip(self._counts, self._snapshots):
             count.copy_(snapshot)

@@ -36,11 +36,11 @@ log = logging.getLogger("mpikfac")
 def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
     """Return the dtype to compute in, and the device, of tensors that share both.
 
-    The dtype is the tensors', except that bfloat16, which has too few digits for sums, becomes
-    float32.
+    The dtype is that of the tensors, but float32 for bfloat16, which has too few digits for
+    sums.
 
     Raises:
-        ValueError: nothing is trained, or a tensor differs from the first one.
+        ValueError: no parameter is trained, or a tensor differs from the first one.
     """
     tensors = [(block.name, tensor) for block in blocks for tensor in _tensors(block)]
     if not tensors:
@@ -53,18 +53,18 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
             "register the real tensor torch.view_as_real(parameter), and call view_as_complex in "
             "forward"
             if first.is_complex()
-            else "convert the model by to(torch.float32)"
+            else "convert the model with to(torch.float32)"
         )
         raise ValueError(
             f"{name} is {first.dtype}; trained parameters must be {allowed}: {remedy}, or freeze "
-            f"it by requires_grad_(False)"
+            f"it with requires_grad_(False)"
         )
     for different, tensor in tensors:
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise ValueError(
                 f"{different} is {tensor.dtype} on {tensor.device}, but {name} is {first.dtype} on "
                 f"{first.device}; trained parameters and running statistics must agree in both: "
-                f"convert all by model.to(...), with passes under torch.autocast for 16 bits, or "
+                f"convert all with model.to(...), use torch.autocast to compute in 16 bits, or "
                 f"freeze {different}"
             )
     return dtype, first.device
@@ -122,7 +122,7 @@ def members(optimizer: Optimizer) -> set[Tensor]:
 
 
 def check_owned(optimizer: Optimizer, blocks: Iterable[Block], strategy: Strategy) -> None:
-    """Check that the optimizer has all parameters that are stepped by owners.
+    """Check that the optimizer contains all parameters that owners update.
 
     Raises:
         ValueError: with `shard_optimizer`, a trained parameter is not in the optimizer.
@@ -142,8 +142,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Check that the model's averaged gradients are all that the optimizer needs for a step.
 
     Raises:
-        ValueError: the object is not an optimizer, or it needs a closure, or it steps parameters
-            that are not the model's.
+        ValueError: the object is not an optimizer, or it needs a closure, or it updates parameters
+            that do not belong to the model.
     """
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
@@ -168,13 +168,13 @@ def check_foreign(stepped: Iterable[Tensor], model: nn.Module) -> None:
     """Check that the parameters belong to the model.
 
     Raises:
-        ValueError: the optimizer would step parameters that the model lacks.
+        ValueError: the optimizer would update parameters that the model lacks.
     """
     of_model = {id(p) for p in model.parameters()}
     if foreign := [tuple(p.shape) for p in stepped if id(p) not in of_model]:
         raise ValueError(
             f"the optimizer has {len(foreign)} trained parameters that the model lacks (the first "
-            f"has shape {foreign[0]}), and every rank would step its own copy; put their module, "
+            f"has shape {foreign[0]}), and every rank would update its own copy; put their module, "
             f"such as a loss with weights, into the model"
         )
 
@@ -191,7 +191,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 
 def check_synchronous(strategy: Strategy) -> None:
-    """Check that all ranks step the model together.
+    """Check that all ranks update the model together.
 
     Raises:
         ValueError: clients send updates to servers.
@@ -209,13 +209,13 @@ def _momentum_of_compression(strategy: Strategy) -> float:
 def check_momentum(
     optimizer: Optimizer, strategy: Strategy, of_gradients: float | Schedule = 0.0
 ) -> None:
-    """Check that momentum is applied at most once: before reductions, before K-FAC, or in steps.
+    """Check that momentum is applied only once: before reductions, by K-FAC, or by the optimizer.
 
     Args:
         of_gradients: the momentum of averaged gradients, before K-FAC preconditions them.
 
     Raises:
-        ValueError: there are two momenta.
+        ValueError: momentum would be applied twice.
     """
     top = _momentum_of_compression(strategy)
     if top and of_gradients:
@@ -237,7 +237,7 @@ def check_momentum(
         if of_kfac and of_optimizer:
             number = "..." if callable(of_kfac) else of_kfac
             raise ValueError(
-                f"{name}={number} needs an optimizer without momentum, not with {of_optimizer}, "
+                f"{name}={number} needs an optimizer with momentum 0, not {of_optimizer}, "
                 f"because momentum is applied before gradients {when} (a scheduler that changes "
                 f"momentum needs cycle_momentum=False, or mpikfac.KFACOptimizer)"
             )
@@ -262,7 +262,7 @@ def check_loaded_momentum(
     """
     if not of_gradients and any(name.startswith("kfac/momentum/") for name in names):
         raise ValueError(
-            "the state has momentum of gradients, but none of the optimizer; continue with "
+            "the state has momentum of gradients, but no optimizer momentum; continue with "
             "KFAC and grafting=AdamGrafting(momentum=...), as before"
         )
     top = _momentum_of_compression(strategy)
@@ -324,7 +324,7 @@ def check_rates(optimizer: Optimizer, choice: str) -> None:
     """Check that all groups of the optimizer have a learning rate.
 
     Raises:
-        ValueError: a group has none; the message names `choice` as what needs the rates.
+        ValueError: a group has no rate; the message says that `choice` needs one.
     """
     if not all("lr" in group for group in optimizer.param_groups):
         raise ValueError(
@@ -381,7 +381,7 @@ def report_uncovered(
     optimizer: Optimizer,
     offers: Iterable[str] = (),
 ) -> None:
-    """Log which parameters K-FAC does not cover, how to cover some, and which are never stepped.
+    """Log which parameters K-FAC does not cover, how to cover some of them, and which stay fixed.
 
     Warns if K-FAC covers less than half of the weights or could cover more, or if the optimizer
     lacks trained parameters.

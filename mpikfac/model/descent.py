@@ -1,4 +1,4 @@
-"""The optimizer that follows K-FAC's directions, and a guard for optimizers stepped by trainers."""
+"""The optimizer that follows K-FAC's directions, and a guard for optimizers that trainers step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from mpikfac.plan import check_size
 from mpikfac.settings import in_force
 
-LARGEST = 1e6  # for a rate or a decay; more is a mistake
+LARGEST = 1e6  # a larger learning rate or weight decay is a mistake
 
 
 class Descent(Optimizer):
@@ -70,7 +70,7 @@ class StepGuard:
         self._optimizer, name = optimizer, type(trainer).__name__
         alive, guarded = weakref.ref(trainer), weakref.ref(optimizer)
 
-        def check(*_: object) -> None:  # of a wrapper without hooks of its own, the wrapped one's
+        def check(*_: object) -> None:  # a wrapper without hooks calls the wrapped one's
             stepped = guarded()
             if stepped is None or alive() is None or stepped in self._stepping:
                 return
@@ -83,14 +83,14 @@ class StepGuard:
             self._allowed.discard(stepped)
 
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            # A wrapper without super().__init__() is prepared by torch, like unpickled ones.
+            # Torch prepares a wrapper that did not call super().__init__() like an unpickled one.
             vars(optimizer).setdefault("defaults", {})
             Optimizer.__setstate__(optimizer, {})
         self._hook = optimizer.register_step_pre_hook(check)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Allow steps inside."""
+        """Allow steps inside the context."""
         self._stepping.add(self._optimizer)
         try:
             yield

@@ -77,7 +77,7 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
         if name in differing:
             raise RanksDifferError(
                 f"parameter {name!r} has different values on rank {differing[name]} and rank 0; "
-                f"make the same change on all ranks, or copy rank 0's by mpikfac.comm.broadcast("
+                f"make the same change on all ranks, or copy rank 0's with mpikfac.comm.broadcast("
                 f"comm, [*model.parameters(), *model.buffers()])"
             )
     buffers = sorted(differing)
@@ -86,7 +86,7 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
         log.warning(
             "buffer %r has different values on rank %d and rank 0%s: steps do not average it, and "
             "it cannot be saved in a checkpoint; write the same values on all ranks, or copy rank "
-            "0's by mpikfac.comm.broadcast(comm, [buffer])",
+            "0's with mpikfac.comm.broadcast(comm, [buffer])",
             buffers[0],
             differing[buffers[0]],
             more,
@@ -95,7 +95,7 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
 
 
 def _differing(sums: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the first rank that differs from rank 0, by name."""
+    """Return, for each differing name, the first rank that differs from rank 0."""
     differing: dict[str, int] = {}
     first, *others = sums
     for rank, of_rank in enumerate(others, start=1):
@@ -126,15 +126,15 @@ def check_written(comm: Comm, writes: Writes) -> None:
 
 
 class Writes:
-    """Find weights that the program writes between steps and that their owners' weights replace.
+    """Find weights that the program writes between steps, and that owners would overwrite.
 
     A few elements of each weight are compared with those after the last step, so a write to a few
     other elements is not found. On a GPU, where the host would have to wait, elements are compared
     only if autograd or a weight's address shows that it was written.
 
     Args:
-        weights: the weights that owners step, by name; at least one, all of one dtype on one
-            device.
+        weights: the weights that owners update, by name; at least one, all of the same dtype on the
+            same device.
 
     Attributes:
         recent: checksums of the elements of written weights, by name, in each of the last steps.
@@ -185,7 +185,7 @@ class Writes:
         if addresses == self._views[0]:
             return self._views[1]
         samples = [_sample(weight) for weight in self._weights.values()]
-        # A sample of a weight with gaps in memory is a copy, and a view on a GPU keeps its memory.
+        # Keep only views, not copies of weights with gaps in memory, and only on the CPU.
         are_views = all(
             sample.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
             for sample, weight in zip(samples, self._weights.values())

@@ -112,8 +112,8 @@ def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, An
     """Return the items of `stepped`, which optimizers create at a parameter's first step.
 
     Raises:
-        ValueError: the shape of an item is not the parameter's. Optimizers other than torch's can
-            choose their own shapes.
+        ValueError: the shape of an item differs from the parameter's. Optimizers other than torch's
+            can choose their own shapes.
     """
     items: dict[str, Any] = {}
     for key in (key for key in state if key.startswith(OF_OPTIMIZER_STATE)):
@@ -136,12 +136,12 @@ def _has_rows(value: Any, parameter: Tensor) -> bool:
 def fitting(
     state: Mapping[str, Any], like: Mapping[str, Any], rounded: bool = False
 ) -> dict[str, Any]:
-    """Return the items named in `like` if dtypes and shapes agree, and numbers match numbers.
+    """Return the items named in `like`, if their dtypes and shapes, or their types, are the same.
 
     A tensor that shares memory with `like`, as in the trainer's own state, is copied.
 
     Args:
-        rounded: real values can have a different real dtype.
+        rounded: whether real values can have a different real dtype.
 
     Raises:
         ValueError: an item is missing or differs; the message states the name of the first one, and
@@ -178,7 +178,7 @@ def _form(value: object, rounded: bool = False) -> str:
 def load_model_state(
     model: nn.Module, optimizer: Optimizer, stepped: Stepped, state: Mapping[str, Any]
 ) -> None:
-    """Load a `model_state`, at any number of ranks and with any strategy."""
+    """Load a `model_state`, on any number of ranks and with any strategy."""
     values = {name: state[OF_MODEL + name] for name, _ in _tensors_of(model)}
     model.load_state_dict(values, strict=False)
     load_rows(model, values)
@@ -212,7 +212,7 @@ def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
 
 
 def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a value in the parameter's memory layout if it has its shape, otherwise row-major.
+    """Return a value in the parameter's memory layout if the shapes agree, otherwise row-major.
 
     The order of summation, and therefore the rounding, depends on the layout.
     """
@@ -227,13 +227,13 @@ def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | 
     """Return the numbers in parameter groups that `state` contains, by index and key ("0/lr").
 
     Some optimizers add a number to a group at the first step, such as the number of steps. Before
-    the first step, the value here of such a number in `state` is 0.
+    the first step, this returns 0 for such a number in `state`.
     """
     numbers = dict(group_settings(optimizer))
     for index, group in enumerate(optimizer.param_groups):
         prefix = f"{OF_GROUPS}{index}/"
         keys = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
-        # Sorted: the order of a set differs between ranks.
+        # Sorted, because the order of a set differs between ranks.
         added = sorted(key for key in keys if "." not in key and key not in group)
         numbers |= {f"{index}/{key}": 0 for key in added}
     return {key: value for key, value in numbers.items() if OF_GROUPS + key in state}
@@ -242,13 +242,13 @@ def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | 
 def hand_over_state(
     comm: Comm, model: nn.Module, optimizer: Optimizer, before: Stepped, after: Stepped
 ) -> None:
-    """Send the optimizer's state to the ranks that will step the parameters.
+    """Send the optimizer's state to the ranks that will update the parameters.
 
     Collective over: comm.
 
     Args:
-        before: the parameters that the rank has stepped, by name.
-        after: the parameters that the rank will step.
+        before: the parameters that the rank has updated, by name.
+        after: the parameters that the rank will update.
     """
     present = dict(model.named_parameters())
     held = {

@@ -83,7 +83,7 @@ class Arena(dict[str, Tensor]):
 
 
 def together(arena: Arena, names: Sequence[str]) -> Tensor:
-    """Return one block of the arena, or equal blocks as a stack."""
+    """Return one block of the arena, or several equal blocks as a stack."""
     if len(names) == 1:
         return arena[names[0]]
     stack = arena.stack(names)
@@ -101,7 +101,7 @@ class Parts:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the stored parts."""
+        """The number of bytes that the stored parts take."""
         return self._stored.nbytes
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class Parts:
             ValueError: some parts are missing.
         """
         if self._taken < len(self):
-            raise ValueError(f"step() needs {len(self)} parts; accumulate() took {self._taken}")
+            raise ValueError(f"step() needs {len(self)} parts, but has {self._taken}")
         self.clear()
         return self._stored
 

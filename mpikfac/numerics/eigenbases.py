@@ -9,10 +9,10 @@ from mpikfac.numerics.arena import alike
 from mpikfac.numerics.products import Side, from_left, from_right, of_coordinates, product
 from mpikfac.plan import few
 
-ITERATIONS = 4  # products with a factor, to find the range of its leading eigenvectors
-SPARE = 16  # number of vectors iterated in addition to those that are kept
-RESIDUAL = 1e-2  # of leading eigenvectors, relative to the factor's norm
-PROBES = 8  # vectors that detect growth outside of the previous eigenvectors
+ITERATIONS = 4  # the number of products with a factor to find its leading eigenvectors
+SPARE = 16  # the number of vectors iterated in addition to those that are kept
+RESIDUAL = 1e-2  # the maximum for leading eigenvectors, relative to the factor's norm
+PROBES = 8  # the number of vectors that detect growth outside of the previous eigenvectors
 
 
 def damped_denominators(
@@ -28,7 +28,7 @@ def damped_denominators(
     belongs to all directions outside of the vectors and `out` is smaller. `scales`, if given,
     replace the products of eigenvalues.
 
-    The damping is added to the products of eigenvalues, so it can change at every step without a
+    The damping is added to the products of eigenvalues, so it can change in every step without a
     new decomposition [Pauloski et al., SC20, eq. 13-15].
     """
     _undamped(input_values, output_values, out, scales)
@@ -167,7 +167,7 @@ def _range(factor: Tensor, vectors: int, times: int, excluded: Tensor | None = N
         excluded: eigenvectors to project out of the range.
     """
     order = factor.shape[-1]
-    generator = torch.Generator().manual_seed(0)  # torch's global generator is the program's
+    generator = torch.Generator().manual_seed(0)  # torch's global one is the program's
     start = torch.randn(order, min(vectors, order), generator=generator, device="cpu")
     basis = start.to(factor)
     for _ in range(times):
@@ -220,7 +220,7 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     if vectors.shape[-1] < factor.shape[-1]:
         left_over = torch.hypot(left_over, _grown(factor, vectors, values))
         values = _with_mean(factor, values)
-    norm = factor.norm(dim=(-2, -1)).clamp(min=torch.finfo(factor.dtype).tiny)  # zeros fit
+    norm = factor.norm(dim=(-2, -1)).clamp(min=torch.finfo(factor.dtype).tiny)  # 0 / tiny is 0
     return values, left_over / norm
 
 

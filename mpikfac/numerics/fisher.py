@@ -55,7 +55,7 @@ def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
 def _drawn_class(outputs: Tensor) -> Tensor:
     probabilities = outputs.softmax(1)
     rows = probabilities.movedim(1, -1).reshape(-1, outputs.shape[1])
-    # If outputs are not finite, neither are the gradients, whatever the labels.
+    # If outputs are not finite, neither are the gradients, for any labels.
     drawn = torch.multinomial(torch.where(rows.isfinite(), rows, 1.0), 1)
     labels = drawn.view(len(outputs), 1, *outputs.shape[2:])
     return probabilities.scatter_add_(1, labels, -torch.ones_like(labels, dtype=outputs.dtype))
@@ -109,7 +109,7 @@ def check_outputs(heads: Sequence[Tensor], losses: Sequence[Loss]) -> None:
 
     Raises:
         ValueError: the numbers of heads and losses differ, heads have different numbers of rows, or
-            a head does not fit its loss.
+            a head does not match its loss.
     """
     rows = [len(outputs) if outputs.dim() else 0 for outputs in heads]
     if len(losses) != len(heads) or len(set(rows)) != 1:

@@ -8,11 +8,11 @@ from torch import Tensor
 from mpikfac.numerics.products import product
 
 LEAF = 192  # the order up to which a block is inverted by LAPACK
-TOLERANCE = 1e-3  # for the relative error of directions from an inverse by blocks
+TOLERANCE = 1e-3  # the largest relative error of directions from a blockwise inverse
 
 
 def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
-    """Return `(factor + damping I)^-1` `[n, n]`, by blocks if that is fast and accurate.
+    """Return `(factor + damping I)^-1` `[n, n]`, computed blockwise if that is fast and accurate.
 
     Otherwise, the inverse is computed from a Cholesky decomposition.
 
@@ -40,7 +40,7 @@ def damp(factor: Tensor, damping: float | Tensor) -> Tensor:
 
 
 def _inverse_by_blocks(matrix: Tensor) -> Tensor:
-    """Return the inverse of a positive definite matrix by Schur complements, recursively.
+    """Invert a positive definite matrix recursively, using Schur complements.
 
     Nearly all of the work is in general matrix products. Although they need twice as many
     operations, they take less time than LAPACK's triangular products. Rounding errors grow with the

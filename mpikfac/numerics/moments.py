@@ -2,7 +2,7 @@
 
 B is the number of examples in the batch, and S the number of positions that share a weight (outputs
 of a convolution, tokens). `a` is a layer's inputs `[batch, shared, inputs]`, with 1 appended for a
-bias, and `g` the gradient of the *mean* loss at the layer's outputs `[batch, shared, outputs]`.
+bias, and `g` the *mean* loss's gradient with respect to the outputs `[batch, shared, outputs]`.
 Then
 
     expand         A = sum(a a^T) / (B S)      G = B sum(g g^T)
@@ -52,7 +52,7 @@ def factor_scales(normalization: Normalization, batch: int, shared: float) -> tu
 
 
 def vector_scales(normalization: Normalization, batch: int, shared: float) -> tuple[float, float]:
-    """Return the factors of `sum(a)` and `sum(g)` that give A and G if all vectors are equal."""
+    """Return the multiples of `sum(a)` and `sum(g)` that give A and G if all vectors are equal."""
     a, g = factor_scales(normalization, batch, shared)
     return math.sqrt(a / (batch * shared)), math.sqrt(g / (batch * shared))
 

@@ -14,12 +14,12 @@ RESHAPED = ("ViewBackward0", "SqueezeBackward1")
 
 
 def in_backward() -> bool:
-    """Return whether the thread is in a backward pass, as in a checkpoint's recomputation."""
+    """Return whether the thread is in a backward pass, as when a checkpoint is recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call `function` at the end of the current backward pass, unless that is interrupted."""
+    """Call `function` at the end of the current backward pass, unless the pass is interrupted."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -37,7 +37,7 @@ def in_capture() -> bool:
 def makes_gradients(parameters: Iterable[Tensor]) -> bool:
     """Return whether the current backward pass computes the gradient of a parameter.
 
-    A pass inside a transform of `torch.func` only computes gradients of the transform's arguments.
+    A pass inside a transform of `torch.func` computes gradients only of the transform's arguments.
     """
     if in_transform():
         return False

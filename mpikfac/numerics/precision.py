@@ -52,7 +52,7 @@ def is_unscaled(scaler: Scaler, optimizer: Optimizer) -> bool:
 
 
 def end_step(scaler: Scaler, finite: bool, device: torch.device) -> None:
-    """Notify a scaler whether a step was taken, so that it reduces or eventually raises its scale.
+    """Inform a scaler whether a step was taken, so that it reduces or eventually raises its scale.
 
     A scaler only checks whether an optimizer's gradients are finite, so a single value stands in
     for the model. A `PassedScale` belongs to a scaler that has checked the rank's own gradients.
@@ -61,6 +61,6 @@ def end_step(scaler: Scaler, finite: bool, device: torch.device) -> None:
         return
     number = torch.zeros(1, device=device, requires_grad=True)
     number.grad = torch.full_like(number, 0.0 if finite else torch.nan)
-    scaler.scale(number.detach())  # initialises the scale on a rank that had no loss so far
+    scaler.scale(number.detach())  # initialises the scale on a rank that has had no loss so far
     scaler.unscale_(torch.optim.SGD([number]))
     scaler.update()

@@ -18,7 +18,7 @@ LARGE = 2**24  # multiplications above which oneDNN is worthwhile for a matrix p
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `a @ b` in the precision set by `multiplying`, or else by the faster library.
+    """Return `a @ b` in the precision set by `multiplying`; otherwise, with the faster library.
 
     `@` uses MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
     as MKL, one matrix at a time; on Intel's, it is half as fast. oneDNN needs the second matrix
@@ -56,7 +56,7 @@ def _made_by_intel() -> bool:
 
 @contextmanager
 def multiplying(precision: str) -> Iterator[None]:
-    """Make `product` use a precision of `PRECISIONS` in the calling thread, inside the context."""
+    """Make `product` use one of `PRECISIONS` in the calling thread, inside the context."""
     before = _coarse.set(PRECISIONS[precision])
     try:
         yield

@@ -15,9 +15,9 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """Return the rank's elements of a sharded tensor, in the same memory; or the tensor itself."""
+    """Return the rank's elements of a sharded tensor, as a view; return other tensors unchanged."""
     elements: Tensor = tensor
     if is_sharded(tensor):
-        with torch.no_grad():  # otherwise, the elements are a view with a version of its own
+        with torch.no_grad():  # otherwise, the elements are a view with its own version
             elements = tensor.to_local()
     return elements

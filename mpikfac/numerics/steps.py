@@ -70,7 +70,7 @@ class AdamSteps(dict[str, Tensor]):
 
 
 def elastic_gradient(anchor: Tensor, average: Tensor, mean: Tensor, pull: float) -> Tensor:
-    """Return the gradient of a replica's step at an exchange [Chaudhari et al. 2018], `[n]`.
+    """Return the gradient of a replica's step in an exchange [Chaudhari et al. 2018], `[n]`.
 
     Args:
         anchor: the replica's weights after the last exchange.

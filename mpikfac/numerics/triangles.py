@@ -2,8 +2,8 @@
 
 The lower triangle is folded into a full rectangle (shape: `plan.layout.triangle_shape`), as in
 LAPACK's rectangular full packed format. The lower left block is stored unchanged. The triangles of
-the two diagonal blocks follow below, interlocked because the second one is transposed. Folding only
-uses slices, not index tensors. All functions also accept a stack of matrices of the same order,
+the two diagonal blocks follow below, interlocked because the second one is transposed. Folding uses
+only slices, not index tensors. All functions also accept a stack of matrices of the same order,
 `[count, n, n]`.
 """
 

@@ -21,7 +21,7 @@ class Codec:
     dataclass. A plan needs no torch, so methods that compute on tensors import it.
 
     Attributes:
-        name: the encoding as plans and predictions print it.
+        name: the name of the encoding in plans and predictions.
         everywhere: the collective that computes sums on all ranks. "Allgather": all ranks gather
             the encoded values of all ranks, and sum the decoded values in rank order.
             "Alltoall, Allgather": each rank sums a shard, and encodes the sum again. "Allreduce":
@@ -42,12 +42,12 @@ class Codec:
 
     @property
     def delays(self) -> bool:
-        """Whether values wait until `encode` sends them, with a momentum; see `accumulate`."""
+        """Whether values accumulate, with momentum, until they are sent; see `accumulate`."""
         return False
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """The elements of an arena at which a message can be cut; empty for all elements."""
+        """The elements of an arena where a message can be cut; empty if it can be cut anywhere."""
         return ()
 
     @property
@@ -68,7 +68,7 @@ class Codec:
         """Return the size in bytes of `elements` encoded values.
 
         Args:
-            itemsize: the bytes of a value.
+            itemsize: the number of bytes per value.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define size()")
 

@@ -17,8 +17,8 @@ class Layout:
     """The locations of named blocks in a flat buffer, segment by segment.
 
     Attributes:
-        shapes: shapes of blocks.
-        offsets: first elements of blocks.
+        shapes: the shape of each block.
+        offsets: the first element of each block.
         bounds: segment k consists of the elements from `bounds[k]` up to `bounds[k + 1]`.
     """
 
@@ -32,7 +32,7 @@ class Layout:
         return self.bounds[-1]
 
     def place(self, name: str) -> tuple[int, int]:
-        """Return the first and last (exclusive) element of a block."""
+        """Return the start and stop of a block's elements."""
         start = self.offsets[name]
         return start, start + math.prod(self.shapes[name])
 
@@ -41,17 +41,17 @@ class Layout:
         return tuple(stop - start for start, stop in zip(self.bounds, self.bounds[1:]))
 
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Return the first and last (exclusive) element of the padding after every block."""
+        """Return the start and stop of the padding after every block."""
         behind = [*list(self.offsets.values())[1:], self.size]
         ends = (self.place(name)[1] for name in self.offsets)
         return tuple((end, start) for end, start in zip(ends, behind) if end < start)
 
     def segments(self) -> list[tuple[int, int]]:
-        """Return the first and last (exclusive) element of every segment."""
+        """Return the start and stop of every segment's elements."""
         return list(zip(self.bounds, self.bounds[1:]))
 
     def spans(self, kind: Callable[[str], Hashable]) -> list[Span]:
-        """Return spans of the whole buffer, split where segment or `kind` of the blocks changes."""
+        """Split the whole buffer into spans where the segment or the `kind` of blocks changes."""
         spans: list[Span] = []
         ends = [*list(self.offsets.values())[1:], self.size]
         for (name, start), end in zip(self.offsets.items(), ends):
@@ -76,7 +76,7 @@ class Span(NamedTuple):
 
 
 def lay_out(segments: Iterable[Iterable[tuple[str, Shape]]]) -> Layout:
-    """Return a `Layout` of the blocks, segment after segment, aligned."""
+    """Return a `Layout` of the aligned blocks, segment after segment."""
     shapes: dict[str, Shape] = {}
     offsets: dict[str, int] = {}
     bounds = [0]

@@ -26,11 +26,11 @@ class Layouts:
             owner by owner if factors are reduced to owners.
         squares: statistics as square matrices, if these are sent; otherwise empty.
         averages: running averages, `by_form`.
-        bases: decompositions: one segment per row of the column, and one of the factors that every
-            worker decomposes.
+        bases: the decompositions: one segment per row of the column, and one for the factors that
+            every worker decomposes.
         denominators: damped products of eigenvalues of the layers that the rank preconditions.
-        gradients: all gradients, layers of the same form next to each other; updater by updater if
-            owners update.
+        gradients: all gradients, with layers of the same form next to each other; updater by
+            updater if owners update.
         directions: preconditioned gradients: column by column, or only the rank's if owners update.
 
     In decompositions, denominators and directions, layers of a kind are neighbours.
@@ -51,7 +51,7 @@ def of_statistics(
     """Return the layout of sums of factors and their counts.
 
     Args:
-        square: factors are square matrices, not packed.
+        square: whether factors are square matrices, not packed.
     """
     factors = by_form(factors)
     sums = [(factor.name, factor.block(2) if square else factor.packed) for factor in factors]
@@ -84,7 +84,7 @@ def of_requests(factors: Iterable[Factor]) -> Layout:
     The damping of a factor ("conv1.A+") can depend on the other factor of the layer.
     """
     factors = tuple(factors)
-    # Next to the factor: its damping; or 1 if the decomposition needs float64, else 0.
+    # For each factor, the damping; or a flag, 1 if the decomposition needs float64, else 0.
     added = [
         (factor.added, factor.damping if factor.preconditioner.damped else (1,))
         for factor in factors
@@ -134,9 +134,9 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, Sequ
 
 
 def by_form(factors: Iterable[Factor]) -> Sequence[Factor]:
-    """Return factors by slot and message, and within a message by form.
+    """Return the factors sorted by slot and message, and within a message by form.
 
-    Neighbouring factors of a form are a stack that one GPU kernel can process.
+    Neighbouring factors of the same form are a stack that one GPU kernel can process.
     """
     factors = list(factors)
     first = {factor.packed: place for place, factor in reversed(list(enumerate(factors)))}

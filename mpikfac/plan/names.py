@@ -60,7 +60,7 @@ PRECONDITION = "precondition"
 QUADRATIC_MODEL = "quadratic model"
 WRITE_BACK = "write back"
 OPTIMIZER = "optimizer"
-GRADIENTS = "gradients"  # in predictions: reading gradients and writing back
+GRADIENTS = "gradients"  # in predictions: reading gradients and writing them back
 PREDICTIONS_OF_PEERS = "predictions of peers"
 
 # -- memory --------------------------------------------------------------------------------------

@@ -32,8 +32,9 @@ class RankPlan:
         grid: all ranks as rows and columns.
         layers: the covered layers.
         uncovered: names and shapes of uncovered tensors that are sent with the gradients.
-        means: names of those `uncovered` that are always averaged over ranks.
-        updaters: the rank that steps each layer or uncovered parameter if the optimizer is sharded.
+        means: the names of those tensors in `uncovered` that are always averaged over ranks.
+        updaters: the rank that updates each layer or uncovered parameter, if the optimizer is
+            sharded.
         preconditioners: the run's preconditioner, then the layers with a different one: "eigen, fc:
             eva".
         split: the split layers of the model.
@@ -87,11 +88,11 @@ class RankPlan:
 
     @property
     def owner_updates(self) -> bool:
-        """Whether a layer or parameter is stepped by its updater only."""
+        """Whether only its updater updates a layer or parameter."""
         return self.strategy.assignment.shard_optimizer
 
     def steps(self, name: str) -> bool:
-        """Return whether the rank steps the layer or parameter `name`.
+        """Return whether the rank updates the layer or parameter `name`.
 
         With shards, it is the rank that computes the step, or every rank for running statistics.
         """
@@ -217,7 +218,7 @@ class RankPlan:
         )
 
     def _gradients(self) -> Layout:
-        vectors = self.strategy.sync.of_vectors  # means follow
+        vectors = self.strategy.sync.of_vectors  # the means come last
         uncovered = sorted(self.uncovered, key=lambda block: vectors and block[0] in self.means)
         # Reductions over all ranks: the order does not depend on the placement. Overlapped messages
         # stay whole.

@@ -47,13 +47,14 @@ class Plan:
     Attributes:
         layers: covered layers in model order.
         uncovered: names and shapes of uncovered tensors that are sent with the gradients.
-        means: names of those `uncovered` that are always averaged over ranks: running statistics
-            and votes.
+        means: the names of those tensors in `uncovered` that are always averaged over ranks:
+            running statistics and votes.
         forms: descriptions of preconditioners: the run's, then those that layers name.
         itemsize: bytes per value, except in running averages and decompositions.
         columns_of: the column of every layer.
         owners: the rank that decomposes each factor ("conv1.A").
-        updaters: the rank that steps each layer or uncovered parameter if the optimizer is sharded.
+        updaters: the rank that updates each layer or uncovered parameter, if the optimizer is
+            sharded.
         turns_of: the slot of every layer in a refresh, from 0 to `stagger` - 1.
         split: the split layers of the model.
         sharding: the parameters of which each rank holds a shard.
@@ -100,7 +101,7 @@ class Plan:
         return {}
 
     def digest(self) -> str:
-        """Return a hash of all values, which is the same on all ranks only if their plans are."""
+        """Return a hash of all values, which differs between ranks whose plans differ."""
         return hashlib.sha256(repr(_values(self)).encode()).hexdigest()[:16]
 
     # -- who does what ---------------------------------------------------------------------------
@@ -142,7 +143,7 @@ class Plan:
     def load(self, rank: int) -> int:
         """Return the work of `rank` in a refresh: the sum of n^3 over the factors it decomposes.
 
-        A factor of low rank counts as the work of its iteration, and a vector as none.
+        A low-rank factor counts as the work of its iteration, and a vector as no work.
         """
         factors = self.of(rank).decomposed()
         return sum(f.work(f.preconditioner.work) for f in factors if not f.preconditioner.vector)
@@ -168,9 +169,9 @@ class Plan:
         A refresh counts as part of the step, even if decompositions are published later.
 
         Args:
-            statistics: the step computes new factors (`factor_update_steps`).
-            refresh: the step decomposes factors (`inv_update_steps`).
-            clip: the step is clipped, which needs a message only if no rank has all directions.
+            statistics: whether the step computes new factors (`factor_update_steps`).
+            refresh: whether the step decomposes factors (`inv_update_steps`).
+            clip: whether the step is clipped; this needs a message if no rank has all directions.
             turn: the slot of a staggered refresh, which covers some of the layers; None for all.
         """
         return step_messages(self.of(rank), statistics, refresh, clip, turn)
@@ -197,7 +198,7 @@ def plan_for(
         itemsize: bytes per element.
         factor_itemsize: bytes per element of running averages; `itemsize` if None.
         basis_itemsize: bytes per element of decompositions; `itemsize` if None.
-        means: names of `uncovered` that are always averaged over ranks: running statistics, votes.
+        means: the names of those tensors in `uncovered` that are always averaged over ranks.
         split: the split layers of the model.
         sharding: the parameters of which each rank holds a shard.
 
@@ -277,7 +278,7 @@ def _forms_of(layers: Iterable[LayerShape], forms: Sequence[Form]) -> dict[str, 
 def _check_layers(
     layers: Sequence[LayerShape], ranks: int, strategy: Strategy, forms: Sequence[Form]
 ) -> None:
-    """Check that preconditioners and ranks of layers fit the strategy.
+    """Check that the layers' preconditioners and ranks are compatible with the strategy.
 
     Raises:
         ValueError: a preconditioner or a rank is incompatible with the strategy.

@@ -4,7 +4,7 @@ Ranks form a grid of `rows` x `columns`. A column owns a group of layers, and th
 column are the gradient workers of these layers; a row crosses all columns. `rows` is the number of
 workers per layer: all ranks in COMM-OPT, 1 rank in MEM-OPT [Pauloski et al., TPDS22].
 
-Items are placed longest first, on the rank with the lowest load. All functions are pure.
+Items are placed by decreasing load, on the rank with the lowest load. All functions are pure.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Factor(FactorShape):
         owner: the rank that decomposes the factor for the column.
         turn: the layer's slot in a refresh.
         fused: the index of the layer's message in a stage.
-        replicated: every worker of the layer decomposes the factor itself, and nothing is sent.
+        replicated: whether every worker of the layer decomposes the factor, so nothing is sent.
         packed: the shape in which the factor is recorded, kept and sent.
         blocks: the decomposition's blocks; gradients are multiplied by the first one.
         counted: the name of the number of examples, next to the factor's sum.
-        added: the name of the damping, next to the factor in a request to a curvature server.
+        added: the name of the factor's damping in a request to a curvature server.
     """
 
     layer: str
@@ -84,7 +84,7 @@ class PlannedLayer:
     Attributes:
         preconditioner: the description of the layer's preconditioner.
         column: the column of ranks that precondition the layer.
-        updater: the rank that steps the layer if the optimizer is sharded.
+        updater: the rank that updates the layer if the optimizer is sharded.
         turn: the layer's slot in a refresh, from 0 to `stagger` - 1.
         fused: the index of the layer's message in a stage.
         factors: the layer's factors, those of A before those of G.
@@ -110,7 +110,7 @@ class PlannedLayer:
 
     @property
     def form(self) -> Hashable:
-        """What layers of equal shape have in common, wherever they are placed."""
+        """What layers of equal shape have in common, regardless of their placement."""
         blocks = [(factor.side, *(b[1:] for b in factor.blocks)) for factor in self.factors]
         return self.preconditioner.name, self.rescaled, self.shape.gradient, tuple(blocks)
 
@@ -153,7 +153,7 @@ class RankGrid:
         return divmod(rank, self.columns)
 
     def team(self, rank: int, over: str) -> range:
-        """Return the ranks of a message of `rank` over the communicator `over`.
+        """Return the ranks that take part in a message of `rank` over the communicator `over`.
 
         Curvature servers are numbered after the training ranks.
         """
@@ -347,13 +347,13 @@ def place(
 def spread(
     uncovered: Iterable[tuple[str, Shape]], ranks: int, stepped: Mapping[int, int]
 ) -> dict[str, int]:
-    """Return the updater of every uncovered parameter: a rank that steps layers, if there is one.
+    """Return the updater of every uncovered parameter: a rank that updates layers, if there is one.
 
     Every updater takes part in all reductions, so other ranks are avoided. Parameters are placed
     largest first, on the rank with the fewest elements.
 
     Args:
-        stepped: the number of elements of the layers that each rank steps.
+        stepped: the number of elements in the layers that each rank updates.
     """
     load = dict(stepped) or dict.fromkeys(range(ranks), 0)
     updaters = {}
@@ -387,7 +387,7 @@ def apart(count: int) -> list[int]:
 
 
 def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) -> dict[str, int]:
-    """Assign layers to the slots of a refresh: longest first, to the slot with the least work.
+    """Assign layers to the slots of a refresh: costliest first, to the slot with the least work.
 
     Slots, and therefore results, do not depend on the number of ranks.
     """

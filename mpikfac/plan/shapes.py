@@ -27,13 +27,13 @@ class Form:
         keeps: "matrix": sums and averages of a factor are packed triangles. "vector": they are
             vectors, whose squares are the factors; vectors are used as blocks without a
             decomposition.
-        damped: damping is part of a decomposition; it is computed by the factor's owner.
-        both: the damping of A depends on G, and that of G on A.
-        denominators: the damped products of a layer's eigenvalues ("values") are kept.
-        rescaled: eigenvalues of `G (x) A` are estimated from gradients of single examples.
+        damped: whether damping is part of a decomposition; the factor's owner computes it.
+        both: whether the damping of A depends on G, and that of G on A.
+        denominators: whether damped products of a layer's eigenvalues ("values") are kept.
+        rescaled: whether eigenvalues of `G (x) A` are estimated from single examples' gradients.
         work: the exponent with which the operations of a decomposition grow with the order.
         products: how many times each side multiplies the gradient to compute a direction.
-        whitened: factors of the gradient are computed from its products with the sides.
+        whitened: whether factors of the gradient are computed from its products with the sides.
         timed_as: the name of another preconditioner whose measured times apply; "" for this one.
         kept_as: the name of its decompositions in a state, if a setting of the preconditioner
             changes them; "" for `name`.
@@ -69,14 +69,14 @@ class Form:
 
 @dataclass(frozen=True)
 class FactorShape:
-    """The shape of a symmetric matrix, or of several with one order, as for groups or a diagonal.
+    """The shape of a symmetric matrix, or of several of equal order, as for groups or a diagonal.
 
     Attributes:
         name: "conv1.A"; "conv1.A0", "conv1.A1", ... are blocks along the diagonal of a large
             factor.
         order: the order of a matrix, including the bias coordinate.
-        count: the number of matrices. Without groups, matrices of order 1 together are a diagonal
-            matrix.
+        count: the number of matrices. Without groups, matrices of order 1 together form a
+            diagonal matrix.
         rank: the number of eigenvectors kept per matrix; None for all.
     """
 
@@ -233,8 +233,8 @@ class LayerShape:
         return [
             self.groups * multiplications
             for small in self.apart
-            # A product with the gradient at each end; in between, one product for each of the four
-            # polynomials, and three products from each polynomial to the next.
+            # One product with the gradient at each end; in between, one product for each of the
+            # four polynomials, and three products from each polynomial to the next.
             for multiplications in [small**2 * large] * 2 + [small**3] * (4 + 3 * 3)
         ]
 
@@ -257,7 +257,7 @@ def _elements(factor: FactorShape) -> int:
 def check_layers(
     table: Sequence[Combination], layers: Iterable[LayerShape], choices: Choices
 ) -> None:
-    """Check that `choices`, with each layer's preconditioner, rank and diagonal, meet `table`.
+    """Check that `choices`, with each layer's preconditioner, rank and diagonal, satisfy `table`.
 
     Raises:
         ValueError: see `check`; the message names a layer that sets its own preconditioner, rank or

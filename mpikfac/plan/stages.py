@@ -24,7 +24,7 @@ from mpikfac.plan.messages import (
 from mpikfac.plan.of_rank import RankPlan
 
 Kinds = Mapping[str, Hashable]
-"""The message of a stage that each block belongs to, by name; other blocks are left out."""
+"""The message of a stage to which each block belongs, by name; other blocks are left out."""
 
 
 def messages(

@@ -78,7 +78,7 @@ def renewed_together(
 
 
 def _of_preconditioner(stack: Tensor, dims: int) -> Tensor:
-    """Return a stack in the shape that preconditioners expect: no `count` for a single factor."""
+    """Return a stack in the shape that preconditioners expect; a single factor has no `count`."""
     return stack.flatten(0, -dims - 1).squeeze(0)
 
 
@@ -95,7 +95,7 @@ def decomposed(
     """
     # Without damping, there is nothing to increase.
     increase = 10.0 if factor.preconditioner.damped else 1.0
-    # The attempts to decompose a factor: the dtype, and the multiple of the damping.
+    # Each attempt to decompose a factor has a dtype and a multiple of the damping.
     attempts = [(packed.dtype, 1.0), (torch.float64, 1.0), (torch.float64, increase)]
     for dtype, times in dict.fromkeys(attempts if all_finite(packed) else []):
         precise = packed.to(dtype)

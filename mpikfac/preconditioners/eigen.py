@@ -19,7 +19,7 @@ LOW_RANK = Combination(
     "rank",
     None,
     {"preconditioner": "eigen", "compression.inverses": None, "preconditioner.dtype": None},
-    "only some eigenvectors are kept, and must be orthogonal to determine the complement",
+    "only some eigenvectors are kept, which must be orthogonal to determine their complement",
 )
 RENEWED = Combination(
     "preconditioner.iterations",

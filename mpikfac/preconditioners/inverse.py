@@ -43,7 +43,7 @@ class Inverses(Preconditioner):
         return {}, numerics.error_of_inverse(numerics.damp(factor, damping), blocks["inverse"])
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
-        """Return `G^-1 gradient A^-1` `[outputs, inputs]`, with damped inverses in their dtype."""
+        """Return `G^-1 gradient A^-1` `[outputs, inputs]`, computed in the inverses' dtype."""
         a, g = held.a["inverse"], held.g["inverse"]
         # The inverse of A is symmetric, and `product` accepts its transpose without a copy.
         return numerics.from_right(

@@ -28,7 +28,7 @@ class Means(NamedTuple):
 
     Attributes:
         factor: the mean of the factor to decompose.
-        ratio: the mean over all factors of the same side, A or G, divided by that of the other
+        ratio: the mean over all factors of the same side, A or G, divided by the mean of the other
             side; None if the other side is the identity, or the form does not need `both`.
     """
 
@@ -153,7 +153,7 @@ class Preconditioner(Choice):
 
         Args:
             gradient: `[outputs, inputs]`, or `[groups, outputs, inputs]`, as are X and Y.
-            held: the decompositions in use; None before the first.
+            held: the decompositions in use; None before the first decomposition.
         """
         return gradient, gradient
 

@@ -1,11 +1,11 @@
 """The algorithms that MPI libraries choose for collectives, and their rounds.
 
 In a round, members send at the same time, and the next round begins when the busiest link is done.
-Links send and receive at once. The time of a collective is therefore the sum, over its rounds, of a
-latency plus the bytes of the busiest link divided by the bandwidth. `parts` are the bytes of every
-member's part, in the order of members; a buffer without parts has equal parts. For Alltoallv,
-`parts` are the bytes from every member to every member. `together` neighbouring members share a
-node.
+Links can send and receive at the same time. The time of a collective is therefore the sum, over its
+rounds, of a latency plus the bytes of the busiest link divided by the bandwidth. `parts` are the
+bytes of every member's part, in the order of members; a buffer without parts has equal parts. For
+Alltoallv, `parts` are the bytes from every member to every member. `together` neighbouring members
+share a node.
 
 The rounds follow the definitions in [Thakur et al. 2005]: rings, trees, and exchanges at distances
 that double or halve. If the number of members is not a power of two, some members first pass their
@@ -31,7 +31,7 @@ those of the whole buffer, or of the mean part for `BY_PART`.
 """
 KIB, MIB = 2**10, 2**20
 CHAINED_PIECE = 32 * KIB  # bytes of a piece along a chain of coll/libnbc
-RADIX = 4  # 1 + the children of a k-nomial tree per level
+RADIX = 4  # 1 + the number of children per level of a k-nomial tree
 
 OF_ALLTOALLV = {
     2: {0: "pairwise"},
@@ -265,7 +265,7 @@ def _neighbour(parts: np.ndarray, together: int) -> list[Round]:
 
 def _crossing(pairs: np.ndarray, turn: int, of_node: int) -> float:
     """Return the bytes of the busiest node, which has `of_node` pairs, when pairs cross again."""
-    first = np.arange(0, len(pairs), of_node)  # of each node
+    first = np.arange(0, len(pairs), of_node)  # the first pair of each node
     to_left, to_right = (np.take(pairs, at, mode="wrap") for at in (first + turn, first - 1 - turn))
     return float(
         max((to_left + np.roll(to_right, -1)).max(), (to_right + np.roll(to_left, -1)).max())
@@ -366,7 +366,7 @@ def _reduce_and_bcast(parts: np.ndarray, together: int) -> list[Round]:
 def _knomial(parts: np.ndarray, together: int) -> list[Round]:
     """Copy along a tree with `RADIX - 1` children per level; copies for all levels leave at once.
 
-    Far children receive their copies as late as near ones, but have children themselves.
+    Far children get their copies no earlier than near ones, although they have children.
     """
     size, ranks, found = parts.sum(), len(parts), []
     distances = _powers(ranks, RADIX)

@@ -1,4 +1,4 @@
-"""Predict the times of messages and of a rank's computations on a machine, by pure functions.
+"""Predict the times of messages and of a rank's computations on a machine, with pure functions.
 
 A collective takes, in each round of the algorithm that the machine's MPI chooses (`algorithms`), a
 latency plus the bytes of the busiest link divided by the bandwidth. If the collective was measured,
@@ -77,7 +77,7 @@ def overlapped_seconds(message: Message, plan: Plan, rank: int, machine: Machine
 
 
 def agreement_seconds(plan: Plan, machine: Machine) -> float:
-    """Return the time in which ranks agree on an overlapped message, by a reduction of 1 byte."""
+    """Return the time in which ranks agree on an overlapped message, with a reduction of 1 byte."""
     ranks, nodes, sharing = placed(plan.grid.team(0, "world"), plan, machine)
     return collective_seconds("Iallreduce", 1, ranks, machine, nodes, sharing)
 
@@ -89,7 +89,7 @@ def basis_seconds(size: int, plan: Plan, machine: Machine) -> float:
 
 
 def placed(ranks: range, plan: Plan, machine: Machine) -> tuple[int, int, int]:
-    """Return the numbers of ranks, of nodes, and of such communicators that share a node's link."""
+    """Return the numbers of ranks, nodes, and similar communicators that share a node's link."""
     per_node = machine.ranks_per_node or ranks.stop
     nodes = len({rank // per_node for rank in ranks})
     together = math.ceil(len(ranks) / nodes)  # members on one node
@@ -139,7 +139,7 @@ def round_seconds(one: Round, machine: Machine, sharing: int = 1) -> tuple[float
 
 
 def algorithm_seconds(primitive: str, algorithm: str, parts: Parts, machine: Machine) -> float:
-    """Return the predicted seconds of a collective with an algorithm, whatever the library selects.
+    """Return the predicted seconds of a collective if the library selected the given algorithm.
 
     Args:
         primitive: such as "Allreduce".
@@ -191,7 +191,7 @@ def nearest(
 
 
 def _rounds(primitive: str, parts: Parts, nodes: int, library: str) -> list[Round]:
-    """Return the rounds of a message, piece by piece; each piece has a fraction of every part."""
+    """Return the rounds of a message, piece by piece; pieces contain a fraction of every part."""
     together = math.ceil(len(parts) / nodes)
     found: list[Round] = []
     for name in primitive.split(", "):
@@ -272,9 +272,9 @@ def precondition_seconds(
 ) -> float:
     """Return the time in which `rank` preconditions its layers, in seconds.
 
-    It is the layers' fraction of a time measured for all layers, or else a sum over products. For
-    vectors, the fraction is that of the elements. Measured times include making directions
-    orthogonal.
+    It is a fraction of the time measured for all layers: the fraction of multiplications or, for
+    vectors, of elements. Without a measurement, it is a sum over products. Measured times include
+    making directions orthogonal.
 
     Args:
         orthogonal: whether the directions are made orthogonal.
@@ -312,7 +312,7 @@ def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
 
 
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
-    """Return the time of a batch's statistics on `rank`, by the number of elements of its factors.
+    """Return the time of a batch's statistics on `rank`, in proportion to its factors' elements.
 
     Measured times cover both factors of every layer.
 
@@ -382,7 +382,7 @@ def _of_vectors(seconds: float | None, machine: Machine, preconditioner: str) ->
 
 
 def stepped_share(plan: Plan, rank: int) -> float:
-    """Return the fraction of the model that `rank` steps."""
+    """Return the fraction of the model that `rank` updates."""
     counts = plan.of(rank).layouts.gradients.counts()
     return counts[rank] / sum(counts) if len(counts) > 1 else 1.0
 
@@ -390,7 +390,7 @@ def stepped_share(plan: Plan, rank: int) -> float:
 def expected_slowest(spread: float, ranks: int) -> float:
     """Return the expected maximum of `ranks` log-normal times of mean 1.
 
-    `spread` is the standard deviation of the times' logarithms. The value is computed by the
+    `spread` is the standard deviation of the times' logarithms. The value is computed with the
     midpoint rule over the maximum's probability: `E = integral of F^-1(u^(1/ranks))`.
     """
     if spread == 0:

@@ -20,7 +20,7 @@ from mpikfac.predict.algorithms import LIBRARIES
 
 Point = tuple[float, float]
 LARGEST = 1e30
-"""The maximum of any value; beyond it, products of values are not finite."""
+"""The maximum of any value; beyond it, products of values can overflow."""
 PRIMITIVES = (
     *("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast", "Send"),
     *("Allgather", "Alltoall, Allgather"),
@@ -36,7 +36,7 @@ class Level:
     """Describe a level of the network by latency and bandwidth.
 
     The latency is the time of the smallest message. The bandwidth is the rate of large messages, in
-    bytes per second and direction: of a rank inside a node, of a whole node between nodes.
+    bytes per second and direction: per rank within a node, and per node between nodes.
     """
 
     latency: float
@@ -68,7 +68,7 @@ class Network:
     """Store the times of a rank's computations in a training step while all ranks compute.
 
     Attributes:
-        batch: images per rank.
+        batch: the number of images per rank.
         backward: the time of the backward pass without statistics.
         statistics: the additional time of a step with new factors.
         gradients: the time to read, check, clip and write back gradients.
@@ -209,14 +209,14 @@ def machine_from_json(text: str | bytes) -> Machine:
         values["products"] = _points(values["products"], "products")
     if not isinstance(values["decompositions"], dict):
         content = reprlib.repr(values["decompositions"])
-        raise ValueError(f"decompositions is {content}, not an object by preconditioner")
+        raise ValueError(f"decompositions is {content}, not an object with preconditioners as keys")
     values["decompositions"] = {
         preconditioner: _points(points, f"decompositions.{preconditioner}")
         for preconditioner, points in values["decompositions"].items()
     }
     for network in values["networks"]:
         if network.precondition is None and not values.get("products"):
-            raise ValueError(f"set products, or precondition of model={network.model!r}")
+            raise ValueError(f"set products, or precondition for model={network.model!r}")
     return Machine(**values)
 
 
@@ -251,13 +251,13 @@ def published_machines() -> list[str]:
 
 
 def interpolated(points: Sequence[Point], at: float) -> float:
-    """Return the value at `at`: linear between points in logarithms, constant beyond the ends."""
+    """Return the value at `at`: linear in logarithms between points, constant beyond the ends."""
     x, y = np.log(np.asarray(points, float)).T
     return float(np.exp(np.interp(math.log(at), x, y)))
 
 
 def fitted(points: Sequence[Point]) -> Level:
-    """Fit a level's `latency + bytes / bandwidth` to `points`, by relative errors."""
+    """Fit a level's `latency + bytes / bandwidth` to `points`, minimising relative errors."""
     size, seconds = np.asarray(points, float).T
     terms = np.stack([1 / seconds, size / seconds], axis=1)
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(size)), rcond=None)[0]
@@ -320,7 +320,7 @@ def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:
     names = [spec.name for spec in fields(kind)]
     if extra := set(entry) - set(names):
         first, known_keys = reprlib.repr(min(extra)), ", ".join(names)
-        raise ValueError(f"{key} has the unknown key {first}; known are {known_keys}")
+        raise ValueError(f"{key} has the unknown key {first}; known keys are {known_keys}")
     for spec in fields(kind):
         if spec.name not in entry and spec.default is spec.default_factory is MISSING:
             raise ValueError(f"{key} lacks the key {spec.name!r}")

@@ -51,8 +51,8 @@ class Step:
 
     Attributes:
         seconds: the duration of the step.
-        exposed: the time of the step in which a rank waits for messages without computing.
-        waiting: the time of the step in which a rank waits for slower ranks to compute.
+        exposed: the time in a step during which a rank waits for messages without computing.
+        waiting: the time in a step during which a rank waits for slower ranks to compute.
         overlapped: the time of messages that are sent during computations, hidden or not.
         sent: the bytes that a rank sends if collectives are rings.
         stages: the time by stage, including the hidden time of overlapped messages.

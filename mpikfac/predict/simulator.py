@@ -1,7 +1,7 @@
 """Simulate the steps of a plan on a machine: their total time, and the time of communication.
 
 Ranks wait for each other in collectives, so a stage takes as long as it does on the slowest rank.
-Simulating a few representative ranks is enough, so plans for thousands of ranks take seconds.
+Simulating a few representative ranks is enough, so plans for thousands of ranks take only seconds.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
 
 
 def _ready(message: Message, plan: Plan, rank: int) -> float:
-    """Return the fraction of the backward pass before a message, if layers take equally long."""
+    """Return the fraction of the backward pass before a message if all layers take equally long."""
     gradients = message.stage == names.REDUCE_GRADIENTS
     layouts = plan.of(rank).layouts
     layout = layouts.gradients if gradients else layouts.statistics

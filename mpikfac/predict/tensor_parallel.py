@@ -1,4 +1,4 @@
-"""Choose data or model parallelism for each layer, by bytes or by seconds on a machine."""
+"""Choose data or model parallelism for each layer, by bytes sent or by time on a machine."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _cost(tp_plan: TensorParallelPlan, ranks: int, machine: Machine | None, item
 
 
 def _seconds(message: Message, plan: Plan, machine: Machine) -> float:
-    """Return the time of a message; gradients of all layers share the latency of a message."""
+    """Return the time of a message, without latency for gradients, which share their messages."""
     seconds = message_seconds(message, plan, 0, machine)
     if message.stage != names.REDUCE_GRADIENTS:
         return seconds

@@ -84,7 +84,7 @@ def tuned(
 ) -> Strategy:
     """Return the strategy with merged messages and replicated factors that suit the machine.
 
-    With `overlap`, layers are distributed over overlapped messages again. With `replicate_below`,
+    With `overlap`, layers are redistributed over overlapped messages. With `replicate_below`,
     the order below which factors are replicated is chosen again. Strategies without these options
     remain unchanged.
     """

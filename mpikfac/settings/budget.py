@@ -74,7 +74,7 @@ class Budget:
     # -- cuts ------------------------------------------------------------------------------------
 
     def cut(self, layer: LayerShape, spatial: bool = False) -> LayerShape:
-        """Return the layer with blocks of at most half as many rows as a batch has vectors, or 128.
+        """Return the layer with blocks of at most 128 rows, or half as many as a batch has vectors.
 
         With larger blocks, a direction would cost more than the passes of the layer, and a batch
         would have too few vectors to estimate them. Layers without vectors in the batch, such as
@@ -109,7 +109,7 @@ class Budget:
     # -- intervals -------------------------------------------------------------------------------
 
     def stretched(self, usual: Intervals) -> Intervals:
-        """Return the intervals times the smallest whole number that satisfies the budget."""
+        """Multiply the intervals by the smallest whole number that satisfies the budget."""
         at_first, settled = (Updates(*(_updates(each, end) for each in usual)) for end in (0, 1))
 
         def longer(interval: Schedule) -> Schedule:

@@ -63,11 +63,11 @@ class LevenbergMarquardt:
         return steps % self.damping_adaptation_interval == 0
 
     def follow(self, ratio: float) -> None:
-        """Adapt the damping to the ratio of the actual to the predicted change of the loss."""
+        """Adapt the damping to the ratio of the actual to the predicted change in the loss."""
         factor = self.damping_adaptation_decay**self.damping_adaptation_interval
         if ratio > GOOD:
             self.damping = max(self.damping * factor, self.min_damping)
-        elif not ratio >= POOR:  # NaN as well, where a loss is NaN
+        elif not ratio >= POOR:  # also if a loss, and so the ratio, is NaN
             self.damping = min(self.damping / factor, self.max_damping)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # programs print help from this file, and importing torch tak
 
 # The minimum counts for estimating a layer's factors from a batch, over all ranks together.
 LEAST_EXAMPLES = 32
-LEAST_VECTORS = 3  # for each row of the layer's largest factor
+LEAST_VECTORS = 3  # per row of the layer's largest factor
 
 
 @lru_cache(maxsize=1024)  # nearly all calls of a layer have the same sizes
@@ -120,7 +120,7 @@ class Estimator:
             of that distribution ("type-2"); "forward-only" uses none, and G is the identity.
         mc_samples: the number of labels that fisher_type="mc" samples per example.
         subsample: the distance between the examples in a batch from which factors are estimated:
-            with 4, every fourth example is used, beginning with a different one from step to step.
+            with 4, every fourth example is used, beginning with a different one in each step.
             None: the distance of each layer is chosen to leave at least 32 examples over all ranks,
             and 3 vectors per row of the layer's largest factor, if the ranks have equal shards; it
             is 1 for vectors, diagonals, and the preconditioner "ekfac".
@@ -130,8 +130,8 @@ class Estimator:
             statistics of a batch.
         num_per_example_loss_terms: the positions per example over which the mean loss averages,
             such as the tokens of a text or the pixels of a segmentation. G of
-            fisher_type="empirical" is multiplied by this number, so that a damping means the same
-            for all types of Fisher matrix; "mc" and "type-2" take the number from the outputs.
+            fisher_type="empirical" is multiplied by this number, so that a damping means the
+            same for all types of Fisher matrix; "mc" and "type-2" take the number from the outputs.
 
     Raises:
         ValueError: a choice is invalid.
@@ -178,7 +178,7 @@ class Estimator:
     def turns(
         self, outputs: Sequence[Tensor], losses: Sequence[Loss]
     ) -> Iterator[tuple[Turn, list[Tensor]]]:
-        """Yield the backward passes that replace the loss's, with their gradients of the outputs.
+        """Yield the backward passes that replace the loss's, with the gradients they start from.
 
         Args:
             outputs: the outputs of each head.

@@ -19,7 +19,7 @@ def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
     """Return the value of a number or a schedule at `step`.
 
     Raises:
-        ValueError: the value is negative, infinite or not a number; the message calls it `name`.
+        ValueError: it is not a finite number >= 0; the message refers to it as `name`.
     """
     if callable(value):
         return check_size(f"schedule {name} at step {step}", value(step))
@@ -32,7 +32,7 @@ def every(interval: float | Schedule, step: int, name: str = "interval") -> bool
     Step 0 is a multiple of every interval.
 
     Raises:
-        ValueError: the interval is not a whole number >= 1; the message calls it `name`.
+        ValueError: the interval is not a whole number >= 1; the message refers to it as `name`.
     """
     steps = evaluate(interval, step, name)
     if steps < 1 or steps != int(steps):
@@ -41,17 +41,17 @@ def every(interval: float | Schedule, step: int, name: str = "interval") -> bool
 
 
 def constant(value: float) -> Schedule:
-    """Return a schedule that is `value` at every step."""
+    """Return a schedule that is always `value`."""
     number = check_size("value", value)
     return lambda _: number
 
 
 def step_decay(value: float, at: Iterable[int], factor: float) -> Schedule:
-    """Return a schedule that is multiplied by `factor` at each step in `at`, from `value` on."""
+    """Return a schedule that starts at `value` and is multiplied by `factor` at the steps `at`."""
     value, factor = check_size("value", value), check_size("factor", factor)
     milestones = [plain(step) for step in at]
     if any(not isinstance(step, int) or step < 0 for step in milestones):
-        raise ValueError(f"at={milestones} must hold whole numbers of at least 0")
+        raise ValueError(f"at={milestones} must contain only whole numbers >= 0")
     if any(later <= earlier for earlier, later in itertools.pairwise(milestones)):
         raise ValueError(f"at={milestones} must be strictly increasing")
     return lambda step: value * factor ** sum(step >= reached for reached in milestones)
@@ -97,7 +97,7 @@ SETTLED = 160
 
 
 def growing(interval: int, multiple: int = 1) -> Schedule:
-    """Return a schedule from a tenth of the interval at step 0 to the interval at step 160.
+    """Return a schedule that grows from a tenth of the interval at step 0 to all of it at 160.
 
     The tenth is doubled at steps 20, 40 and 80. The first factors average few batches, and weights
     move fastest at the beginning.
@@ -118,10 +118,10 @@ def in_force(name: str, setting: float | Schedule, step: int, below: float = mat
     """Return a setting's value at `step`: positive, or in [0, `below`) if `below` is given.
 
     Raises:
-        ValueError: the value is out of bounds; the message calls the setting `name`.
+        ValueError: the value is out of bounds; the message refers to it as `name`.
     """
     value = evaluate(setting, step, name)
-    shown = f"{name} at step {step}={value!r}" if callable(setting) else f"{name}={value!r}"
+    shown = f"{name}={value!r} at step {step}" if callable(setting) else f"{name}={value!r}"
     if value >= below:
         raise ValueError(f"{shown} must be at least 0 and below {below:g}")
     if below == math.inf and value == 0:

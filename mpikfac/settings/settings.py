@@ -1,4 +1,4 @@
-"""The hyperparameters of K-FAC, constant or scheduled, and their values at a step."""
+"""The hyperparameters of K-FAC, constant or scheduled, and their values for a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpikfac.settings.schedule import Schedule, evaluate, every, in_force
 
 @dataclass(frozen=True)
 class Numbers:
-    """The values of the hyperparameters at a step; for a first-order step, only `step` is set.
+    """The values of the hyperparameters for a step; for a first-order step, only `step` is set.
 
     Attributes:
         step: the number of steps completed before this one.
@@ -24,8 +24,8 @@ class Numbers:
         momentum: the momentum of gradients, before they are preconditioned.
         refreshes: whether a refresh of decompositions, or one slot of it, begins.
         turn: the slot of the refresh that `step` belongs to; None without slots.
-        factor_update_steps: the interval between updates of factors at the next step.
-        inv_update_steps: the interval between decompositions at the next step.
+        factor_update_steps: the interval between updates of factors, for the next step.
+        inv_update_steps: the interval between decompositions, for the next step.
     """
 
     step: int
@@ -48,7 +48,7 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly be
 class Settings:
     """The hyperparameters of K-FAC, constant or scheduled; see `KFAC` for their meaning.
 
-    They are checked at step 0 on construction, and whenever a step evaluates them.
+    Their values at step 0 are checked on construction, later ones when a step evaluates them.
 
     Raises:
         ValueError: a value is out of bounds; the message names it.
@@ -118,7 +118,7 @@ class Settings:
     def begin(self, step: int) -> float:
         """Return the offset of an update's first example, as a fraction of the distance, in [0, 1).
 
-        Consecutive updates spread their offsets evenly, whatever the interval between them, so
+        Consecutive updates spread their offsets evenly, for any interval between them, so
         that no position is skipped forever in batches whose examples are frames or windows of few
         images.
         """

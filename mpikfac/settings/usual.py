@@ -1,6 +1,6 @@
 """The recommended hyperparameters of K-FAC, which are the defaults of the library and the programs.
 
-`benchmarks/defaults.py` chose them by the worst of their results on ten networks.
+They have the best worst-case result on ten networks, as found by `benchmarks/defaults.py`.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from mpikfac_apps.lab.predict import advise, simulate
 from mpikfac_apps.lab.predict.options import ADVISE
 from mpikfac_apps.options.parse import parse
 
+pytestmark = pytest.mark.lab
+
 OWN = "import torch\n\ndef build():\n    return torch.nn.Linear(1000, 500, bias=False)\n"
 
 

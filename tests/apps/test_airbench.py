@@ -16,6 +16,8 @@ from mpikfac_apps.lab.study import spec
 from mpikfac_apps.problems import airbench, datasets, models
 from mpikfac_apps.training import batches, train
 
+pytestmark = pytest.mark.lab
+
 WIDTHS = (8, 16, 16)
 SIX = ("--max_steps=6",)  # the end of the third epoch
 CHOSEN = {

@@ -15,6 +15,8 @@ from mpikfac_apps.options.parse import parse
 from support.launch import TRAIN, kill, launch, run_each, start
 from support.pace import paced
 
+pytestmark = pytest.mark.lab
+
 # an epoch has three steps
 QUICK = (
     *("--data.train_images=360", "--batch=120", "--epochs=3", "--threads=1", "--log_every=1"),

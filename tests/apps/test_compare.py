@@ -12,6 +12,8 @@ import yaml
 from mpikfac_apps.lab.study import compare
 from mpikfac_apps.lab.study.seeds import by_seed
 
+pytestmark = pytest.mark.lab
+
 
 def run_of(path, accuracies, pace=1.5, scales=()):
     path.mkdir(parents=True)

@@ -17,7 +17,7 @@ QUICK = (
     *("--model=plain", "--optimizer=sgd"),
 )
 EXCHANGED = "--sync=local-sgd"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def saved(run_dir, step=6):

@@ -21,7 +21,7 @@ OPTIONS = (
 SERVED = (*OPTIONS, "--refresh=curvature-servers")
 ONE, TWO = ((*SERVED, f"--refresh.servers={number}") for number in (1, 2))
 OF_A_START = {"run/seconds", "run/metrics_bytes", "run/data"}
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 
 def saved(run_dir, step):

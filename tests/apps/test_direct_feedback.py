@@ -8,6 +8,8 @@ import torch
 import mpikfac
 from mpikfac_apps.training.train import main
 
+pytestmark = pytest.mark.lab
+
 STEPS = 6
 QUICK = (
     *(

@@ -15,6 +15,8 @@ from mpikfac_apps.lab.equations.problems import PROBLEMS
 from mpikfac_apps.lab.equations.task import Derivatives, EquationTask, by_jets, by_passes, grid
 from support.launch import launch
 
+pytestmark = pytest.mark.lab
+
 SMALL = ["--points=12", "--width=6", "--seconds=0.001"]
 
 

@@ -10,6 +10,8 @@ import pytest
 from mpikfac_apps.lab.predict import simulate
 from support.launch import launch
 
+pytestmark = pytest.mark.lab
+
 FOLDER = Path(__file__).parents[2] / "apps" / "examples"
 
 

@@ -13,6 +13,8 @@ import pytest
 from mpikfac_apps.graphs import data, partitions
 from support.launch import launch
 
+pytestmark = pytest.mark.lab
+
 PROGRAM = ("-m", "mpikfac_apps", "train-graph")
 SHORT = (
     *("--planted.nodes=120", "--planted.inputs=8", "--planted.communities=3", "--known=0.2"),

@@ -22,6 +22,8 @@ from mpikfac_apps.training.parts.groups import joined, open_checkpoint
 from mpikfac_apps.training.parts.problem import Problem
 from support.launch import TRAIN, launch, run_each
 
+pytestmark = pytest.mark.lab
+
 # an epoch has three steps
 QUICK = (
     *("--data.train_images=360", "--batch=120", "--epochs=3", "--threads=1", "--log_every=1"),

@@ -17,6 +17,8 @@ from mpikfac_apps.training.batches import Normalise
 from mpikfac_apps.training.testing.options import EVALUATE
 from support.launch import launch
 
+pytestmark = pytest.mark.lab
+
 IMAGES, QUERIES = 120, 3
 QUICK = f"--batch=60 --data.train_images={IMAGES} --epochs=2 --threads=1".split()
 
@@ -131,7 +133,7 @@ def test_a_run_without_a_fisher_matrix_is_refused(tmp_path, capsys):
             influence.main([f"{folder}", "--device=cpu"])
         assert left.value.code == 2
     errors = capsys.readouterr().err
-    assert "is of a run with optimizer=sgd; it needs kfac" in errors
+    assert "belongs to a run with optimizer=sgd; use one with optimizer=kfac" in errors
     assert "fisher_type=forward-only and normalization=expand" in errors
 
 
@@ -144,7 +146,7 @@ def test_a_run_of_a_language_model_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         influence.main([f"{tmp_path}/run", "--device=cpu"])
     assert left.value.code == 2
-    assert "model=lstm_small, which learns text; it needs a network" in capsys.readouterr().err
+    assert "model=lstm_small, which learns text; use a run of a network" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_refused_first(run, tmp_path, monkeypatch, capsys):

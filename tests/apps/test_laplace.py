@@ -17,6 +17,8 @@ from mpikfac_apps.training import train
 from mpikfac_apps.training.batches import Normalise
 from support.launch import launch
 
+pytestmark = pytest.mark.lab
+
 PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "laplace.md"
 IMAGES, TESTED = 60, 12
 QUICK = (

@@ -9,7 +9,7 @@ import pytest
 
 from support.launch import PROGRAMS, launch, launcher
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
 STEPS = 20
 
 

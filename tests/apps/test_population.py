@@ -18,6 +18,8 @@ from mpikfac_apps.populations.selection import Parents
 from mpikfac_apps.training.parts.problem import first_model
 from support.launch import TRAIN, launch
 
+pytestmark = pytest.mark.lab
+
 PROGRAM = ("-m", "mpikfac_apps", "train-population")
 # an epoch has three steps
 QUICK = (

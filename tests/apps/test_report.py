@@ -24,6 +24,8 @@ from mpikfac_apps.lab.study.seeds import doubt, mean_of, student
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import ms
 
+pytestmark = pytest.mark.lab
+
 STUDY = {
     "name": "a <study>",
     "options": {
@@ -586,7 +588,7 @@ def test_two_seeds_have_a_range_and_no_interval(tmp_path):
     means = page.partition('id="means"')[2].partition('id="cells"')[0]
     assert ">100 to 110</td>" in means and ">95.0 % to 96.0 %</td>" in means
     assert "\N{PLUS-MINUS SIGN}" not in page
-    told = "2 of 2 variants have fewer than 3 complete seeds, and a range instead of an interval"
+    told = "2 of 2 variants have fewer than 3 complete seeds, and therefore a range instead of"
     assert told in sentences(wanted, tmp_path)
     about = json.loads((tmp_path / "report.json").read_text())["means"][0]["step_seconds"]
     assert (about["low"], about["high"]) == pytest.approx((0.1, 0.11)) and about["half"] is None

@@ -16,6 +16,8 @@ from mpikfac_apps.lab.reproduce.registry import ENTRIES
 from mpikfac_apps.lab.reproduce.reproduce import main
 from support.launch import environment
 
+pytestmark = pytest.mark.lab
+
 ROOT = Path(__file__).parents[2]
 TRAINS = ("defaults", "exchange-rules")
 MADE_UP = Entry(

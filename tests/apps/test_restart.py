@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, who
     shard.write_bytes(content)
     assert train.main([*chosen, "--resume=auto"]) == 0
     before = tmp_path / "checkpoints" / "step-000000004"
-    assert f"{shard} is damaged: its BLAKE3 differs" in log(tmp_path)
+    assert f"{shard} is damaged: its BLAKE3 digest differs" in log(tmp_path)
     assert f"from the manifest; continuing from {before}" in log(tmp_path)
     assert_same_run(tmp_path, whole)
 

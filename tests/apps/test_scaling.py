@@ -15,6 +15,8 @@ from mpikfac_apps.lab.study.report import page as report
 from mpikfac_apps.options.strategy import make_plan
 from mpikfac_apps.problems import models
 
+pytestmark = pytest.mark.lab
+
 SECONDS = {
     **{"forward": 1e-3, "backward": 2e-3, "statistics": 1e-3, "gradients": 1e-4},
     **{"optimizer": 4e-4, "precondition": 5e-4},

@@ -15,6 +15,8 @@ from mpikfac_apps.lab.predict import search, simulate
 from mpikfac_apps.lab.predict.options import SIMULATE
 from mpikfac_apps.problems import models
 
+pytestmark = pytest.mark.lab
+
 ASK = ["--search", "--model=resnet50", "--machine=v100-edr"]
 TWO_LAYERS = """
 import torch

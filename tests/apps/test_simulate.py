@@ -17,6 +17,8 @@ from mpikfac_apps.planning.facts import near_root
 from mpikfac_apps.problems import models
 from support.pace import paced
 
+pytestmark = pytest.mark.lab
+
 GRAFTING = mpikfac.AdamGrafting(momentum=0.9)
 ASK = ["--model", "resnet50", "--machine", "v100-edr"]
 

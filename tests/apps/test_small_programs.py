@@ -15,6 +15,8 @@ from mpikfac_apps.programs.trainer import trainer_of
 from programs.line import LineOptions, drawn
 from support.launch import PROGRAMS, launch
 
+pytestmark = pytest.mark.lab
+
 PROGRAM = str(PROGRAMS / "line.py")
 SHORT = ("--optimizer=sgd", "--lr=0.05", "--warmup=1", "--epochs=3", "--device=cpu")
 

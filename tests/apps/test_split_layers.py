@@ -20,7 +20,7 @@ SGD = ("--optimizer=sgd", "--lr=0.05")
 KFAC = ("--lr=0.003",)  # a larger rate enlarges differences of rounding
 SHORT = ("--max_steps=3",)
 NAMED = '--split_layers=["3=outputs","8=inputs"]'
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def weights(run_dir):

@@ -20,6 +20,8 @@ from mpikfac_apps.guard.processes import processes_with
 from mpikfac_apps.lab.study import jobs, progress, results, spec, study
 from support.pace import paced
 
+pytestmark = pytest.mark.lab
+
 STUDY = {
     "name": "a study",
     "options": {"batch": 120, "epochs": 1, "data": {"train_images": 240}, "threads": 1},

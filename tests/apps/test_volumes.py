@@ -23,6 +23,8 @@ from mpikfac_apps.training.batches import Normalise
 from mpikfac_apps.training.testing import evaluate
 from support.launch import run_each
 
+pytestmark = pytest.mark.lab
+
 nibabel = pytest.importorskip("nibabel", reason="nibabel is not installed; run pip install nibabel")
 SIDE, SIZE = 32, 8
 VOLUME = ("--model=segmenter3d", "--data.name=volume")

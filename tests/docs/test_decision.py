@@ -81,5 +81,5 @@ def test_the_tables_are_what_the_command_prints():
 
 if __name__ == "__main__":
     page = PAGE.read_text()
-    begin, end = page.index("| machine, ranks |"), page.index("\n## What the table says")
+    begin, end = page.index("| machine, ranks |"), page.index("\n## What the table shows")
     PAGE.write_text(page[:begin] + tables() + page[end:])

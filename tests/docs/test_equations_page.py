@@ -6,9 +6,12 @@ import math
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import mpikfac
+
+pytestmark = pytest.mark.lab
 
 PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "equations.md"
 

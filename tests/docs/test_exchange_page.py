@@ -14,6 +14,8 @@ import mpikfac
 from mpikfac.plan import Aggregation, Synchronization, named_types
 from support.pace import paced
 
+pytestmark = pytest.mark.lab
+
 PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "exchange.md"
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from support.launch import launch
 
+pytestmark = pytest.mark.lab
+
 PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "split_layers.md"
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import mpikfac
 from support.curved import F64, network, trained
+
+pytestmark = pytest.mark.lab
 
 PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "influence.md"
 

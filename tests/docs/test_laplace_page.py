@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from support.curved import F64, network
+
+pytestmark = pytest.mark.lab
 
 PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "laplace.md"
 

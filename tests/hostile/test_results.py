@@ -11,6 +11,8 @@ import pytest
 from mpikfac_apps.lab.study import compare, jobs, progress, results, spec
 from mpikfac_apps.lab.study.report import timelines
 
+pytestmark = pytest.mark.lab
+
 GOOD = {"step": 1, "epoch": 1.0, "seconds": 1.0, "test_accuracy": 0.5}
 LINES = {
     "list": "[1]",

@@ -76,8 +76,8 @@ def test_training_on_two_ranks(name):
 
 HEADING = """# Third-party models
 
-This table shows which layers of networks of timm and transformers K-FAC covers. The networks are
-small and have random weights. Each one runs through `mpikfac check` and four steps on two ranks.
+This table shows which layers of networks from timm and transformers K-FAC covers. The networks are
+small and have random weights. Each one is tested with `mpikfac check` and four steps on two ranks.
 `PYTHONPATH=tests python tests/models/test_zoo.py` writes the page. Install the packages with
 `pip install ".[models]"` and `pip install --no-deps timm`.
 

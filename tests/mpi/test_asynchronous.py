@@ -28,7 +28,10 @@ from support.strategies import changed, strategy_of
 RANKS = mpikfac.world().size
 RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
 
-pytestmark = pytest.mark.skipif(RANKS == 1, reason="one rank has no second rank to serve")
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(RANKS == 1, reason="one rank has no second rank to serve"),
+]
 
 
 def asynchronous(**choices):

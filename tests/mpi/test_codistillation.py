@@ -17,6 +17,8 @@ from mpikfac.numerics import Arena
 from mpikfac.plan import divisors
 from support import inside, problem
 
+pytestmark = pytest.mark.lab
+
 GROUPS = divisors(mpikfac.world().size)
 APART = [groups for groups in GROUPS if groups > 1] or [1]
 RULE = {"burn_in": 2, "every": 3, "weight": 0.7}

@@ -38,7 +38,10 @@ CHOICES = {
     },
 }
 
-pytestmark = pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature"),
+]
 every_number = pytest.mark.parametrize("curvature_servers", range(1, RANKS))
 
 

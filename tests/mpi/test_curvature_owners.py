@@ -19,6 +19,8 @@ from mpikfac.lab.curvature.owners import (
 )
 from support.curved import F64, losses, network, trained, vectors
 
+pytestmark = pytest.mark.lab
+
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 STRATEGIES = {
     "mem-opt": mpikfac.Strategy(mpikfac.MemOpt()),

@@ -16,6 +16,8 @@ from mpikfac.lab import DirectFeedback
 from support import problem
 from support.strategies import changed
 
+pytestmark = pytest.mark.lab
+
 RANKS = mpikfac.world().size
 PRIME = 2_654_435_761
 FORWARD = Estimator(fisher_type="forward-only", subsample=1)

@@ -20,6 +20,8 @@ from mpikfac_apps.lab.reproduce.rules import LEADER, STREAM
 from support import inside, problem
 from support.copies import DILOCO, ELASTIC, PER_NODE, kfac_of, trained, trainer_of
 
+pytestmark = pytest.mark.lab
+
 RULES = {
     "local SGD": LocalSGD(sync_every=3),
     "post-local SGD": LocalSGD(sync_every=2, warmup_steps=3),

@@ -27,6 +27,8 @@ from mpikfac.plan import BFloat16Codec, Int8Codec, divisors, lay_out, stages
 from mpikfac.plan.messages import in_two_levels, seat, sums
 from support import inside, problem
 
+pytestmark = pytest.mark.lab
+
 RANKS = mpikfac.world().size
 STEPS, SIZES = 5, (160, 96)
 STEPS_OF_TRAINING = range(8)
@@ -226,7 +228,7 @@ def test_training_with_the_largest_gradients(comm, choices):
 def test_a_momentum_is_not_taken_twice(comm):
     """Oracle: the line, from both trainers, before any communication."""
     strategy = Strategy(compression=Compression(gradients=TopK(momentum=0.9)))
-    line = "momentum=0.9 needs an optimizer without momentum, not with 0.9"
+    line = "momentum=0.9 needs an optimizer with momentum 0, not 0.9"
     model = problem.network()
     for make in (problem.kfac, FirstOrderTrainer):
         for optimizer in (problem.sgd(model), problem.adam(model)):

@@ -16,9 +16,12 @@ from mpikfac_apps.graphs.parts import inside, part_of
 from mpikfac_apps.graphs.train import GraphOptions, GraphWork
 from support.problem import DEVICE
 
-pytestmark = pytest.mark.skipif(
-    "emulated" in sys.modules, reason="the emulated device has no sparse matrices"
-)
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(
+        "emulated" in sys.modules, reason="the emulated device has no sparse matrices"
+    ),
+]
 PLANTED = data.Planted(nodes=60, communities=3, degree=5, inputs=4, noise=1.0)
 OPTIONS = GraphOptions(planted=PLANTED, known=0.3, hidden=8, warmup=0, weight_decay=0.0)
 STEPS = 6

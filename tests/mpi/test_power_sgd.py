@@ -25,6 +25,8 @@ from mpikfac.plan import divisors, stages
 from support import inside, problem
 from support.strategies import strategy_of
 
+pytestmark = pytest.mark.lab
+
 RANKS = mpikfac.world().size
 STEPS = range(5)
 SETTINGS = problem.SETTINGS | {"inv_update_steps": 2}

@@ -13,6 +13,8 @@ from mpikfac import CommOpt, LevenbergMarquardt, MemOpt, Refresh, Strategy, Tran
 from mpikfac.lab import QuadraticModel
 from support import inside, problem
 
+pytestmark = pytest.mark.lab
+
 RANKS = mpikfac.world().size
 EVERYONE = problem.strategies(RANKS, ("allreduce", "reduce_scatter"))
 EVERYONE = [strategy for strategy in EVERYONE if not strategy.assignment.shard_optimizer]

@@ -18,9 +18,12 @@ from mpikfac_apps.recommendation.tables import BACKWARD, FORWARD, Tables
 from mpikfac_apps.recommendation.train import Recommendation, RecommendationOptions
 from support.problem import DEVICE
 
-pytestmark = pytest.mark.skipif(
-    "emulated" in sys.modules, reason="the emulated device has no sparse gradients"
-)
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(
+        "emulated" in sys.modules, reason="the emulated device has no sparse gradients"
+    ),
+]
 
 EXAMPLES, STEPS = 120, 6
 SIZES = {"a": 7, "b": 40, "c": 3, "d": 11, "e": 11}

@@ -16,6 +16,8 @@ from mpikfac_apps.lab.reproduce.rules import STREAM
 from support import inside, problem
 from support.copies import DILOCO, ELASTIC, PER_NODE, kfac_of, trainer_of
 
+pytestmark = pytest.mark.lab
+
 
 def test_local_kfac_preconditions_the_ranks_own_gradient(comm):
     """Oracle: a copy of the model on the rank, whose step is preconditioned by dense solves.

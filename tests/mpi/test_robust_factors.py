@@ -16,6 +16,8 @@ from mpikfac.plan import stages
 from support import problem
 from support.strategies import changed
 
+pytestmark = pytest.mark.lab
+
 RANKS = mpikfac.world().size
 NEAR = {"sync.factor_aggregation": NearestMajority()}
 WAYS = {

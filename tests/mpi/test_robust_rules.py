@@ -19,6 +19,8 @@ from mpikfac_apps.lab.reproduce.rules import MOMENTUM, RATE, SIZE, quadratic
 from support import inside, problem
 from support.copies import kfac_of, trained, trainer_of
 
+pytestmark = pytest.mark.lab
+
 ROBUST = [
     Median(),
     GeometricMedian(),

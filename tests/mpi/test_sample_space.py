@@ -10,6 +10,8 @@ from mpikfac.lab import SampleSpace, Term
 from mpikfac.lab.sample_space.messages import Form, planned_messages
 from support.residuals import flat, network, points, terms, unknown
 
+pytestmark = pytest.mark.lab
+
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 WHOLE = {"interior": points(23), "border": points(11, 2), "pair": points(6, 3)}
 STEPS = 5

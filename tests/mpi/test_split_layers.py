@@ -28,6 +28,8 @@ from mpikfac.lab.tensor_parallel.forward import split_forward
 from mpikfac.plan import activation_messages, divisors, places, split_layers
 from support import problem
 
+pytestmark = pytest.mark.lab
+
 
 def multilayer():
     """Return three linear layers in a row."""
@@ -355,7 +357,7 @@ def test_refusals_of_layers(comm):
         return
     model = model_of(multilayer)
     refused(comm, model, {"9": "outputs"}, "layer '9': no module of the model has this name")
-    refused(comm, model, {"6": "outputs"}, "layer '6': LayerNorm cannot be split, only Linear")
+    refused(comm, model, {"6": "outputs"}, "layer '6': LayerNorm cannot be split; only Linear")
     refused(comm, model, {"7": "outputs"}, "layer '7' has 5 outputs, which tp_size=")
     narrow = nn.Sequential(nn.Linear(12, 25), nn.ReLU(), nn.Linear(25, 12))
     # Inputs of the first layer and outputs of the second layer divide; slices in between do not.

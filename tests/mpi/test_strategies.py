@@ -203,7 +203,7 @@ def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, n
 def test_a_second_backward_pass_is_refused_where_the_first_ones_gradients_are_sent(comm):
     """Oracle: by hand; also a refusal of the caller's own averaging, which would come too late."""
     kfac = trainer(comm, Strategy(MemOpt(), transport=Transport(fusion=1, overlap=True)), "eigen")
-    with pytest.raises(ValueError, match="the caller cannot average or step gradients"):
+    with pytest.raises(ValueError, match="the caller cannot average gradients or take the step"):
         kfac.precondition()
     images, labels = problem.shards(0, comm.size)[comm.rank]
     F.cross_entropy(kfac.model(images), labels).backward()
@@ -243,7 +243,7 @@ def test_no_step_follows_close(comm):
     kfac = trainer(comm, None, "eigen")
     kfac.close()
     kfac.close()
-    with pytest.raises(ValueError, match=r"no step may follow close\(\)"):
+    with pytest.raises(ValueError, match=r"take no steps after close\(\)"):
         problem.run(kfac, comm, [0])
 
 

@@ -10,7 +10,7 @@ from mpikfac_apps.checking.comparison import alike, differences
 from mpikfac_apps.checking.model import subject_of
 from mpikfac_apps.problems.volumes.networks import Segmenter3d
 
-pytestmark = pytest.mark.usefixtures("made_on_the_host")
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("made_on_the_host")]
 
 
 def test_strategies_learn_what_one_process_learns(comm):

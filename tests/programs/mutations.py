@@ -5,8 +5,8 @@
 Run the program in the repository's root. The table is `support/mistakes.py`. Without words the
 program tries the whole table; with words, the mistakes whose description has one of the words. A
 mistake is one wrong line. The tests of the mistake's target have to fail on the wrong line and to
-pass on the right line. The tests of `bash jobs/test.sh` come first (lane "quick"), then those that
-`bash jobs/test.sh --ci` adds (lane "ci"), then the rest (lane "all"). The exit code is 1 if a
+pass on the right line. The tests of `bash jobs/test.sh` come first (lane "quick"), then those of
+`--lab` and of `--ci` (lanes "lab" and "ci"), then the rest (lane "all"). The exit code is 1 if a
 mistake survives, or if an old text of the table is not found exactly once.
 """
 
@@ -29,7 +29,12 @@ from support.pace import paced
 ROOT = Path(__file__).parents[2]
 COPIED = ("mpikfac", "apps", "benchmarks", "tests", "pyproject.toml")
 # The marks of the tests that a lane adds.
-LANES = {"quick": "not slow and not gate", "ci": "gate", "all": "slow and not gate"}
+LANES = {
+    "quick": "not slow and not gate and not lab",
+    "lab": "lab and not slow and not gate",
+    "ci": "gate",
+    "all": "slow and not gate",
+}
 LIMIT = paced(240)  # seconds of a run of tests; a mistake may let ranks wait for ever
 FAILURE = re.compile(r"^(?:FAILED|ERROR|rank \d+:) (tests/\S+::.+?)(?= - |$)", re.MULTILINE)
 

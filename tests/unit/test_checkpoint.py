@@ -382,7 +382,7 @@ def test_damaged_shards_are_refused_by_name(comm, tmp_path, monkeypatch) -> None
         message = refusal(comm, path)
         assert f"{shard} is damaged" in message
         whole = len(content) == len(good)
-        assert whole or f"{len(content)} bytes, {len(good)} were written" in message
+        assert whole or f"{len(content)} bytes, but {len(good)} were written" in message
     shard.unlink()
     assert f"{shard} is missing" in refusal(comm, path)
 

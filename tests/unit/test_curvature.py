@@ -14,6 +14,8 @@ from mpikfac.lab import Curvature
 from mpikfac.numerics import unfold_triangle
 from support.curved import F64, network, trained, vectors
 
+pytestmark = pytest.mark.lab
+
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 

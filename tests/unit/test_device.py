@@ -50,7 +50,7 @@ def test_the_first_rank_of_a_node_takes_the_first_gpu(comm, two_gpus, kind, wher
 
 
 def test_gpus_of_another_name_are_refused(comm, two_gpus):
-    with pytest.raises(ValueError, match="device='xpu', but torch finds a GPU named 'cuda'"):
+    with pytest.raises(ValueError, match="device='xpu', but torch finds a GPU of type 'cuda'"):
         mpikfac.device(comm, "xpu")
 
 

@@ -271,7 +271,7 @@ def test_all_labels_of_rows_of_words_are_refused():
     model = Words(3, True)
     kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), 0.1), None, fisher_type="type-2")
     out = model(torch.randn(8, 10, 4).double())
-    with pytest.raises(ValueError, match="has 80 rows, and layer 'head' saw 8 examples; "):
+    with pytest.raises(ValueError, match="got 80 rows, and layer 'head' saw 8 examples; "):
         kfac.record(out.flatten(0, 1))
     assert not inside.statistics(kfac).flat.any()
 
@@ -296,7 +296,7 @@ def test_a_state_without_a_layers_factors_is_refused_by_its_reason(comm, saved):
     for kfac in (first, second):
         LOSSES["cross-entropy"](kfac.model(inputs())).backward()
         kfac.step()
-    told = "is missing; its layer was frozen, or had different factors, .* use the fisher_type and"
+    told = "is missing; its layer was frozen, or had different factors, .* use the same fisher_type"
     with pytest.raises(mpikfac.UserError, match=told):
         second.load_state_dict(first.state_dict())
     if saved != "blocks":

@@ -15,6 +15,8 @@ from mpikfac.lab.curvature.records import gradients, products, record
 from support import inside
 from support.curved import F64, KINDS, losses, network, trained
 
+pytestmark = pytest.mark.lab
+
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 EXAMPLES = 4
 

@@ -15,6 +15,8 @@ from torch.func import functional_call, grad, hessian, jvp, vmap
 import mpikfac
 from mpikfac.lab import Jet, jet
 
+pytestmark = pytest.mark.lab
+
 POINTS, INPUTS = 7, 3
 MATRIX = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
 BIAS = torch.tensor([0.5, -2.0], dtype=torch.float64)

@@ -326,7 +326,7 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
     model = linear()
     kfac = mpikfac.KFAC(model, sgd(model), comm, changed(Strategy(MemOpt()), choice))
     learn(kfac, 0)
-    with pytest.raises(ValueError, match="cannot average or step gradients; call step"):
+    with pytest.raises(ValueError, match="cannot average gradients or take the step; call step"):
         kfac.precondition()
 
 
@@ -414,13 +414,13 @@ def test_a_schedule_that_turns_bad_is_named_with_its_step(comm):
     [
         (
             {"damping": mpikfac.schedule.linear(0.1, 0.0, 1)},
-            "damping at step 1=0.0 must be positive",
+            "damping=0.0 at step 1 must be positive",
         ),
         (
             {"factor_decay": lambda step: 0.5 + step},
-            "decay at step 1=1.5 must be at least 0 and below 1",
+            "decay=1.5 at step 1 must be at least 0 and below 1",
         ),
-        ({"kl_clip": lambda step: 0.1 * (step < 1)}, "kl_clip at step 1=0.0 must be positive"),
+        ({"kl_clip": lambda step: 0.1 * (step < 1)}, "kl_clip=0.0 at step 1 must be positive"),
     ],
 )
 def test_a_schedule_is_checked_at_every_step(comm, settings, text):

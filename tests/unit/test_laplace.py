@@ -21,6 +21,8 @@ from mpikfac.lab import (
 )
 from support.curved import F64, KINDS, network, trained
 
+pytestmark = pytest.mark.lab
+
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 EXAMPLES, NOISE = 30, 1 / 2  # the mean squared error is -log N(y | output, 1/2), up to a constant
 

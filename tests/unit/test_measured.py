@@ -16,6 +16,8 @@ from mpikfac.lab.curvature.matrices import ParameterMatrices
 from support import inside
 from support.curved import F64, KINDS, network, vectors
 
+pytestmark = pytest.mark.lab
+
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 EXAMPLES = 5
 COVERAGE = mpikfac.Coverage(covers={**layers.KINDS, **layers.NORMS})

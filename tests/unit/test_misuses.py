@@ -293,7 +293,7 @@ def test_a_schedule_does_not_compound(comm):
 
 def test_a_damping_that_falls_to_0_is_refused_at_that_step(comm):
     kfac = make(comm, network(), damping=mpikfac.schedule.linear(0.1, 0.0, 2))
-    with pytest.raises(ValueError, match=r"damping at step 2=0.0 must be positive"):
+    with pytest.raises(ValueError, match=r"damping=0.0 at step 2 must be positive"):
         train(kfac)
 
 

@@ -24,6 +24,8 @@ from mpikfac.lab import QuadraticModel
 from mpikfac.lab.quadratic_model.graft import Batch, inner_products, lowest, slopes_and_curvatures
 from support import inside, problem
 
+pytestmark = pytest.mark.lab
+
 DAMPING = 0.05
 QUADRATIC = {"grafting": QuadraticModel(), "damping": DAMPING}
 

@@ -16,6 +16,8 @@ from mpikfac.lab.robust.shards import Near
 from mpikfac.numerics import by_vector, combined
 from support import byzantine
 
+pytestmark = pytest.mark.lab
+
 RIGHT, WRONG, SIZE = 5, 2, 40
 
 

@@ -16,6 +16,8 @@ from mpikfac.lab.sample_space.products import along, chunks, combine, gram
 from mpikfac.lab.sample_space.records import record
 from support.residuals import F64, dense, flat, functions, network, points, terms, unknown
 
+pytestmark = pytest.mark.lab
+
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 PARTS = {"interior": points(9), "border": points(5, 2), "pair": points(4, 3)}
 

@@ -10,6 +10,8 @@ import mpikfac
 from mpikfac.lab import Curvature, Segment, influence, source
 from support.curved import F64, losses, network, trained
 
+pytestmark = pytest.mark.lab
+
 EXACT = {"rtol": 1e-8, "atol": 1e-8}
 
 

@@ -23,6 +23,8 @@ from mpikfac.plan import (
 )
 from mpikfac.predict import Level, Machine, choose_tensor_parallel_plan, tensor_parallel_seconds
 
+pytestmark = pytest.mark.lab
+
 MACHINE = Machine("given", Level(1e-3, 1e6), (), {})
 
 

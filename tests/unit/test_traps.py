@@ -951,7 +951,7 @@ def test_layers_of_two_dtypes_are_refused_with_a_remedy():
     """Oracle: the line."""
     model = network()
     model[2].float()
-    with pytest.raises(ValueError, match=r"convert all by model.to\(...\), .*or freeze 2"):
+    with pytest.raises(ValueError, match=r"convert all with model.to\(...\), .*or freeze 2"):
         trainer(model)
 
 
@@ -960,11 +960,11 @@ def test_two_trainers_of_shared_parameters_are_told(caplog):
     model = network()
     whole = trainer(model)
     part = trainer(model[0])
-    assert caplog.text.count("each of the two trainers steps them") == 1
+    assert caplog.text.count("both trainers update them") == 1
     whole.detach()
     part.detach()
     kept = [trainer(model[2]), trainer(network())]
-    assert caplog.text.count("each of the two trainers steps them") == 1 and len(kept) == 2
+    assert caplog.text.count("both trainers update them") == 1 and len(kept) == 2
 
 
 PENALTIES = {

@@ -48,13 +48,13 @@ def main(argv: list[str] | None = None) -> int:
     Collective over: world.
 
     Raises:
-        SystemExit: with code 2, after a single line about an error that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
     return run_on_ranks(lambda _: CHECK.read(argv), lambda comm, options, _: check(comm, options))
 
 
 def check(comm: mpikfac.comm.Comm, options: CheckOptions) -> int:
-    """Print all sections on rank 0; return 1 if a result is wrong, else 0.
+    """Print all sections on rank 0; return 1 if a result is wrong, otherwise 0.
 
     Collective over: comm.
 
@@ -102,7 +102,7 @@ def checked(comm: mpikfac.comm.Comm, options: CheckOptions) -> bool:
 
 
 def coverage(subject: Subject, findings: Mapping[str, Finding]) -> list[list[str]]:
-    """Return lines that list each module with its own parameters as covered, or say why not."""
+    """Return lines that list the covered modules, and the reasons why others are not covered."""
     layers, rest = mpikfac.layers.cover(subject.model, subject.coverage)
     ties = {name.rpartition(".")[0]: other.ties for other in rest for name in other.ties}
     inside = {id(parameter) for layer in layers for parameter in layer.parameters}
@@ -238,8 +238,8 @@ def plans(subject: Subject, ranks: int) -> list[str]:
         rows.append((name, str(plan.grid.workers), *map(mib, (min(memory), max(memory), *sent))))
     return [
         f"Plans for {number(ranks, 'rank')}, in MiB of float32. Kept: what a rank stores for",
-        "  K-FAC. Sent: the most that a rank sends in a plain step, in a step with new factors, or",
-        "  in a step with new factors and bases",
+        "  K-FAC. Sent: the maximum that a rank sends in a plain step, in a step with new",
+        "  factors, or in a step with new factors and bases",
         *table(rows),
     ]
 

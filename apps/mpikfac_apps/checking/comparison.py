@@ -20,10 +20,10 @@ from mpikfac_apps.checking.model import Batch, Subject, loss
 from mpikfac_apps.planning.facts import strategy_of
 
 TOLERANCE = 1e-9  # relative, in float64
-OF_WEIGHTS = 1e-6  # a model can compute parts in float32
+OF_WEIGHTS = 1e-6  # larger, because a model can compute parts in float32
 DAMPING = 0.03
 STRATEGIES = ("comm-opt", "mem-opt", "hybrid", "sharded-optimizer", "deferred-sharded")
-PLAIN = "sgd"  # the name of averaged gradients without K-FAC
+PLAIN = "sgd"  # the name of training with averaged gradients, without K-FAC
 STEPS = 2
 LARGEST_ORDER = 5000  # order of a densely computed factor
 LARGEST_CALL = 2**26  # elements of all vectors a of a layer
@@ -104,7 +104,7 @@ def examples_of(uses: Sequence[Sequence[reference.Call]]) -> int:
 
 
 def with_all_layers(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[str]:
-    """Keep the names of layers whose module has all of its layers in `names`."""
+    """Return the names of layers whose modules have all their layers in `names`."""
     left = {id(module) for name, module in module_of.items() if name not in names}
     return [name for name in names if id(module_of[name]) not in left]
 
@@ -155,7 +155,7 @@ def one_step(
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Suppress the library's warnings inside."""
+    """Suppress the library's warnings in this context."""
     log = logging.getLogger("mpikfac")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -174,7 +174,7 @@ def others(subject: Subject, model: nn.Module, names: Container[str]) -> list[st
 
 
 def recorded(state: Mapping[str, Tensor], form: mpikfac.LayerShape) -> dict[str, Tensor]:
-    """Return a layer's existing factors `[groups, order, order]` from a trainer's state."""
+    """Return those factors `[groups, order, order]` of a layer that a trainer's state contains."""
     factors = {}
     for side in form.sides:
         (factor,) = form.side(side)
@@ -267,7 +267,7 @@ def differences(
 def trained(
     comm: mpikfac.comm.Comm, subject: Subject, name: str, examples: int, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Return all parameters after and before some steps on the rank's shards.
+    """Return all parameters after and before a few steps on the rank's shards.
 
     Only covered layers are in training mode, because batch statistics and random draws would differ
     between shards.
@@ -313,7 +313,7 @@ def distributed(
         damping=DAMPING,
         inv_update_steps=1,
         preconditioner=preconditioner,
-        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam's step would magnify rounding errors of zeros
+        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam would magnify rounding errors in zeros
         coverage=coverage,
     )
     for layer in kfac.layers:

@@ -1,4 +1,4 @@
-"""Find uses of weights inside attention modules and cells, which multiply without submodules.
+"""Find products inside attention modules and recurrent cells, which use no submodules for them.
 
 Attention modules call `F.linear`. Cells are rewritten in terms of `F.linear`, following their
 formulas in torch's documentation.
@@ -22,7 +22,7 @@ MODULES = (nn.MultiheadAttention, nn.RNNCellBase)
 
 
 class Use(NamedTuple):
-    """A product: input `[batch, positions, inputs]`, output, and the output's columns to use."""
+    """A product: its input `[batch, positions, inputs]`, its output, and the columns to use."""
 
     x: Tensor
     y: Tensor
@@ -35,7 +35,7 @@ def is_inside(layer: mpikfac.Layer) -> bool:
 
 
 def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
-    """Return the weight that the layer, or each of its groups, multiplies by."""
+    """Return the weights by which the layer, or each of its groups, multiplies."""
     if layer.shape.groups == 1:
         return [layer.parameters[0]]
     module = layer.module
@@ -46,7 +46,7 @@ def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
 
 
 def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
-    """Return a layer of a separate `Linear` for a product, or for each of its groups."""
+    """Return layers of separate `Linear` modules, one for the product or for each of its groups."""
     if not is_inside(layer):
         return [layer]
     matrix = torch.empty(layer.shape.gradient).to(layer.parameters[0])

@@ -1,4 +1,4 @@
-"""Load a model to check: the module, the inputs, and the modules that the library refuses."""
+"""Load a model to check: the module, the inputs, and the modules that the library rejects."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Subject:
     """A model in float64, with inputs and coverage.
 
     Attributes:
-        coverage: covering classes by type of module; modules that the library refuses are skipped.
-        refused: modules that the library refuses to cover, with the library's message.
+        coverage: covering classes by type of module; modules that the library rejects are skipped.
+        refused: modules that the library cannot cover, with the library's message.
         inputs: the shape of an example.
-        tokens: examples consist of whole numbers below `tokens`; None if they are real numbers.
+        tokens: the vocabulary size if examples are tokens; None if they are real numbers.
         outputs: the shape of the model's output for an example: classes, and positions if any.
     """
 
@@ -48,13 +48,13 @@ class Subject:
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean cross entropy, with the same random draws, such as dropout's, every time."""
+    """Return the mean cross entropy; random draws such as dropout's are the same every time."""
     torch.manual_seed(0)
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def check_passes(subject: Subject, examples: int, ranks: int) -> None:
-    """Run the forward and backward passes of the comparisons; with several ranks, also in eval().
+    """Run the passes that the comparisons need; with several ranks, also in eval() mode.
 
     Raises:
         ValueError: the model's own code raises an error; the message is one line.
@@ -105,7 +105,7 @@ def subject_of(
     return Subject(model, coverage, refused, inputs, outputs, tokens)
 
 
-# -- modules that the library refuses ------------------------------------------------------------
+# -- modules that the library rejects ------------------------------------------------------------
 
 
 def refusals(model: nn.Module, covers: mpikfac.layers.Kinds) -> dict[str, str]:

@@ -18,7 +18,7 @@ class CheckOptions:
             FILE.py:FUNCTION, where the function returns the model.
         input: the shape of an example, such as 3,32,32. null for the default shape of a network by
             name; required for a model from FILE.py.
-        tokens: the vocabulary size of a model whose examples are tokens, whole numbers below
+        tokens: the vocabulary size of a model whose examples are tokens, integers below
             `tokens`; null if examples are real numbers.
         classes: the number of classes, for networks by name and functions that take `classes`.
         batch: the number of examples on each rank.

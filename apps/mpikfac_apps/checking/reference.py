@@ -1,7 +1,7 @@
-"""Compute K-FAC by definition, from the modules' own outputs and with full Kronecker products.
+"""Compute K-FAC from its definition, with the modules' own outputs and full Kronecker products.
 
 The check compares a model's layers with the results of this module, in which nothing is optimised
-or distributed. Of the library, it uses only the layer's map between its matrices and the elements
+or distributed. From the library, it uses only the layer's map between its matrices and the elements
 of weight, bias and outputs.
 """
 
@@ -32,7 +32,7 @@ def calls(
 ) -> dict[str, list[list[Call]]]:
     """Return all uses of each layer in the pass of `loss`; gradients of parameters are kept.
 
-    A product inside a module has one list of uses per group, any other layer a single list.
+    A product inside a module has one list of uses per group; any other layer has a single list.
     """
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
@@ -135,7 +135,7 @@ def gradients(layer: mpikfac.Layer, call: Call) -> Tensor:
 
 
 def gradients_alone(layer: mpikfac.Layer, call: Call) -> Tensor:
-    """Return each example's gradient by autograd, from separate passes through the module."""
+    """Return each example's gradient, computed by autograd in a separate pass."""
     probe, per_example = copy.deepcopy(layer), []
     for x, g in zip(call.x.split(1), call.g.split(1)):
         parts = torch.autograd.grad(probe.module(x), probe.parameters, g)
@@ -166,7 +166,7 @@ def norm_gradients(layer: mpikfac.Layer, call: Call) -> Tensor:
         parameter.fill_(float(name == "weight"))
     of = {"weight": call.g * module(call.x), "bias": call.g}
     trained = [of[name] for name, p in layer.module.named_parameters() if p.requires_grad]
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # units are last, else after the batch
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # units come last, otherwise second
         sums = [product.reshape(len(product), -1, layer.shape.groups).sum(1) for product in trained]
     else:
         sums = [product.reshape(len(product), layer.shape.groups, -1).sum(2) for product in trained]
@@ -205,7 +205,7 @@ def solve(
 ) -> Tensor:
     """Return a direction for a gradient `[groups, outputs, inputs]`, group by group.
 
-    The identity replaces a missing side of a layer; the existing side then gets all of the damping.
+    The identity replaces a missing side of a layer; the other side then gets all of the damping.
     """
     eye = partial(torch.eye, dtype=gradient.dtype)
     groups, outputs, inputs = gradient.shape

@@ -18,10 +18,10 @@ Example = tuple[Tensor, dict[str, Tensor]]
 class Shapes(Dataset[Example]):
     """Images of circles, squares and triangles with random colours, sizes and positions, on noise.
 
-    An image depends only on its number and the seed, so each rank generates only its own images.
+    An image depends only on its index and the seed, so each rank generates only its own images.
 
     Args:
-        numbers: the numbers of the images.
+        numbers: the indices of the images.
         size: the height and width in pixels, at least 32.
         seed: at least 0.
     """

@@ -39,7 +39,7 @@ class DetectionOptions(ProgramOptions):
             or "resnet50", torchvision's Mask R-CNN with a ResNet-50 and a feature pyramid.
         size: the height and width of images in pixels.
         images: the number of images in an epoch.
-        test_images: the number of separate images for the test after each epoch.
+        test_images: the number of separate images for the evaluation after each epoch.
         batch: the number of images in a step, over all ranks.
     """
 
@@ -59,7 +59,9 @@ class DetectionOptions(ProgramOptions):
             ValueError: ranks would get uneven shards, or an epoch has no steps.
         """
         if self.batch % ranks:
-            raise ValueError(f"batch={self.batch} must be a multiple of the {ranks} ranks")
+            raise ValueError(
+                f"batch={self.batch} must be a multiple of the number of ranks ({ranks})"
+            )
         if self.batch > self.images:
             raise ValueError(f"batch={self.batch} is more than the {self.images} images")
 
@@ -103,7 +105,7 @@ class Detection(Work):
     def step(self, step: int) -> Taken:
         """Take a step on the rank's shard of a batch."""
         images, targets = zip(*(self._on_device(self._training[n]) for n in self._share(step)))
-        # So that torchvision samples the same anchors and boxes if the run restarts.
+        # With this seed, torchvision samples the same anchors and boxes after a restart.
         torch.manual_seed(mixed(self.options.seed, step, self.comm.rank))
         self.trainer.optimizer.zero_grad()
         losses_by_name = self.model(list(images), list(targets))
@@ -114,7 +116,7 @@ class Detection(Work):
         return Taken(losses.sum(), len(images), losses * len(images))
 
     def _share(self, step: int) -> list[int]:
-        """Return the numbers of the rank's images in a step."""
+        """Return the indices of the rank's images in a step."""
         epoch, index = divmod(step, self.steps_per_epoch)
         draws = generator(self.options.seed, epoch)
         order = torch.randperm(len(self._training), generator=draws)
@@ -122,7 +124,7 @@ class Detection(Work):
         return batch.chunk(self.comm.size)[self.comm.rank].tolist()
 
     def test(self) -> dict[str, float]:
-        """Return the mean average precision of boxes and of masks over the images."""
+        """Return the mean average precision of boxes and of masks over the test images."""
         boxes, masks = [], []
         self.model.eval()
         for number in range(len(self._tests)):

@@ -56,7 +56,7 @@ def of_all(halo: Halo, exchange: Exchange) -> Aggregate:
 
 
 def in_time(halo: Halo) -> Exchange:
-    """Return the exchange of the rows of this step.
+    """Return an exchange of the current step's rows.
 
     Collective over: group, forward and backward.
     """
@@ -98,7 +98,7 @@ class Late:
         return received
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the rows in transit and the rows in use, and those of gradients, by name."""
+        """Yield the delayed rows and gradients, in transit and in use, by name."""
         yield from (("rows", self._there.rows), ("gradients", self._back.rows))
 
 
@@ -124,7 +124,7 @@ def sums_of(
     """Return the sums for a name in `AGGREGATES`.
 
     Args:
-        halo: the part of the graph; with "local", it has only edges inside ranks.
+        halo: the part of the graph; with "local", it has only edges within ranks.
         widths: the widths of hidden rows, by layer.
     """
     if name == "local":

@@ -69,7 +69,7 @@ def package(name: str) -> Any:
     """Import a package.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: the package is not installed.
     """
     try:
         return importlib.import_module(name)
@@ -158,7 +158,7 @@ def split(graph: Graph, share: float, seed: int) -> NDArray[np.bool_]:
     The number of known labels is rounded up.
 
     Raises:
-        ValueError: no node is left for the test.
+        ValueError: no node is left for testing.
     """
     order = np.random.default_rng((seed, 1)).permutation(len(graph.labels))
     known = order < np.ceil(share * len(order))

@@ -20,7 +20,7 @@ class Kind(NamedTuple):
     """A kind of graph network.
 
     Attributes:
-        weights: returns the weights of the sums, for edges and a number of nodes.
+        weights: returns the weights of the sums, given the edges and the number of nodes.
         join: combines own rows and sums into the input of a layer.
         times: the width of this input, as a multiple of the width of the rows.
     """

@@ -28,7 +28,7 @@ def greedy(edges: Places, nodes: int, parts: int) -> Places:
     neighbours = _neighbours(edges, nodes)
     order = _breadth_first(neighbours)
     room = math.ceil(SLACK * nodes / parts)
-    owners = np.full(nodes, parts)  # in no part yet
+    owners = np.full(nodes, parts)  # not assigned yet
     for _ in range(PASSES):
         sizes = np.zeros(parts)
         for node in order:
@@ -62,7 +62,7 @@ def _breadth_first(neighbours: Sequence[Places]) -> list[int]:
     for start in range(len(neighbours)):
         reached = [] if start in order else [start]
         order.setdefault(start)
-        for node in reached:  # extended by neighbours
+        for node in reached:  # `reached` grows inside the loop
             fresh = [near for near in neighbours[node].tolist() if near not in order]
             order |= dict.fromkeys(fresh)
             reached += fresh
@@ -77,7 +77,7 @@ PARTITIONS: dict[str, Callable[[Places, int, int], Places]] = {
 
 
 def dealt(name: str, graph: Graph, parts: int) -> Places:
-    """Return the part of each node of a graph, by the name of a partition.
+    """Return the part of each node of a graph, for a partition given by name.
 
     Raises:
         ValueError: a part has no node, or a package is not installed.

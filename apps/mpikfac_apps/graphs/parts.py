@@ -103,8 +103,8 @@ def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
 def with_means(part: GraphPart) -> GraphPart:
     """Return a part that sends the mean of its rows instead of each row.
 
-    Ranks send a single row to each rank with neighbours, which approximates the subgraphs of other
-    ranks [Angerd et al. 2020].
+    Ranks send a single row to each rank that owns neighbours, which approximates the subgraphs of
+    other ranks [Angerd et al. 2020].
     """
     received, sent = (
         sum(count > 0 for count in counts) for counts in (part.counts_in, part.counts_out)

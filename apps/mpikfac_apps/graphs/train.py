@@ -50,8 +50,8 @@ class GraphOptions(ProgramOptions):
         hidden: the width of the hidden layers.
         aggregate: what a rank receives for neighbours on other ranks: their exact rows ("exact"),
             nothing ("local"), rows from earlier steps ("delayed"), or one mean per rank ("means").
-        delay: with aggregate=delayed, the delay of rows in steps; 0 for exact rows. A step
-            exchanges one in `delay` rows.
+        delay: with aggregate=delayed, the delay of rows in steps; 0 for exact rows. Each step
+            exchanges one row in `delay`.
     """
 
     rates: ClassVar[Mapping[str, float]] = {"kfac": 0.003, "sgd": 0.2, "adamw": 0.01}
@@ -173,6 +173,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Collective over: world.
 
     Raises:
-        SystemExit: code 2 after a single line about a mistake that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
     return run("mpikfac train-graph", GraphOptions, GraphWork, argv)

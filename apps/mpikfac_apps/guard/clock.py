@@ -1,4 +1,4 @@
-"""A clock for the time in which this process runs, not counting time in which it is stopped."""
+"""A clock that counts only the time in which this process runs, not time in which it is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allow one run per directory: `RUN/lock` names the run, which touches the file while it lives.
+"""Allow one run per directory: `RUN/lock` names the run, which touches the file while it runs.
 
 The file is a hard link, which appears together with its content, also on NFS. A run that replaces
 or removes `lock` must first create the link `lock.TOKEN`, with the token of the run that `lock`

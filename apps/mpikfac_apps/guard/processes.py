@@ -1,4 +1,4 @@
-"""Find the processes of a job on this machine by an environment variable."""
+"""Find the processes of a job on this machine, using an environment variable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def processes_with(variable: str) -> Iterator[int]:
 
 
 def ranks_of(variable: str, command: Sequence[str]) -> list[int]:
-    """Return a job's processes that run the command of a rank, except forks of a rank."""
+    """Return a job's processes that run the command of a rank, excluding forks of ranks."""
     words = [word.encode() for word in command]
     same = [p for p in processes_with(variable) if _words(str(p), "cmdline")[: len(words)] == words]
     return [process for process in same if parent_of(process) not in same]

@@ -1,4 +1,4 @@
-"""Run a program on all ranks of a job; a watchdog runs from the first call that can block."""
+"""Run a program on all ranks of a job; a watchdog starts before the first call that can block."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def watched(comm: mpikfac.comm.Comm) -> closing[Watchdog]:
 
 
 def run_on_ranks(parse: Callable[[int], Options], work: Work[Options]) -> int:
-    """Return the exit code of a program's work on all ranks; an error on any rank ends the job.
+    """Run a program's work on all ranks, and return its exit code; any rank's error ends the job.
 
     Collective over: world.
 
@@ -43,7 +43,7 @@ def run_on_ranks(parse: Callable[[int], Options], work: Work[Options]) -> int:
         work: does the work, and notifies the watchdog of its phases.
 
     Raises:
-        SystemExit: with code 2, after a single line about an error that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
 
     def together(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
@@ -54,7 +54,7 @@ def run_on_ranks(parse: Callable[[int], Options], work: Work[Options]) -> int:
 
 
 def run_watched(parse: Callable[[int], Options], work: Work[Options]) -> int:
-    """Return the exit code of a program's work on all ranks; 0 if only help was requested.
+    """Run a program's work on all ranks, and return its exit code; 0 if only help was requested.
 
     Collective over: world.
 
@@ -63,7 +63,7 @@ def run_watched(parse: Callable[[int], Options], work: Work[Options]) -> int:
         work: does the work, notifies the watchdog of its phases, and ends the job if a rank fails.
 
     Raises:
-        SystemExit: with code 2, after a single line about an error that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
     mend_streams()
     comm = connected()

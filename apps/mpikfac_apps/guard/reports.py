@@ -3,7 +3,7 @@
     RUN/hang/rank-2.txt     the position of rank 2, as a line of JSON, and the stacks of all threads
     RUN/hang/summary.txt    the printed line about all ranks
 
-In this module, no rank waits for another. The file system can be full, or not respond. A rank that
+In this module, no rank waits for another. The file system might be full or not respond. A rank that
 cannot write its file, or does not have a directory yet, prints its position and stacks to stderr.
 """
 
@@ -81,7 +81,7 @@ class Reports:
         with suppress(OSError):  # for example, if the file system has become read-only
             if empty:
                 (self._directory / name_of(self._rank)).unlink(missing_ok=True)
-            self._directory.rmdir()  # the last rank succeeds
+            self._directory.rmdir()  # succeeds only on the last rank
 
     def report(self, place: RankReport, seconds: float) -> None:
         """Report this rank's position after `seconds` without progress, and print a line."""

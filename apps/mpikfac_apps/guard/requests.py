@@ -53,7 +53,7 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
 
 
 def ignore_signals() -> None:
-    """Ignore the signals that request a stop from now on."""
+    """From now on, ignore the signals that request a stop."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -67,17 +67,17 @@ def ignore_one_interrupt() -> None:
 class Requests:
     """Requests to this rank; poll the properties once per step.
 
-    SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C (SIGINT) request the end. After construction, the
-    signals only set a flag. The second Ctrl-C ends the process immediately.
+    SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C (SIGINT) request the end of the run. After
+    construction, the signals only set a flag. The second Ctrl-C ends the process immediately.
 
     Args:
         control: the directory of control files, which the constructor creates; None for no control
             files.
-        end: the unix time when the job is killed. The end is requested early enough for two
-            checkpoints as slow as the slowest one, the longest pause between two polls, and
-            `RESERVE`.
-        every_minutes: minutes between two checkpoints; the first is due after 2 minutes, if that is
-            less.
+        end: the unix time when the job is killed. The end is requested early enough to leave time
+            for two checkpoints as slow as the slowest one so far, the longest pause between two
+            polls, and `RESERVE`.
+        every_minutes: minutes between two checkpoints; the first is due after 2 minutes if that is
+            sooner.
         clock: the clock for all intervals, in seconds; only `end` is a time of day.
     """
 

@@ -55,7 +55,7 @@ class Watchdog:
         self._limit, self._stage = limit, stage
         self._stepped = self._ending = False
         self._where, self._deadline = ("start-up", 0, math.inf), math.inf
-        self._lock = threading.Lock()  # progress comes either in time or too late
+        self._lock = threading.Lock()  # so that progress is either in time or too late
         self._closed = threading.Event()
         self._write_step, self._write_deadline = 0, math.inf
         self._unfinished: Callable[[], bool] = lambda: False
@@ -94,7 +94,7 @@ class Watchdog:
             self._set_deadline()
 
     def begin_write(self, step: int, unfinished: Callable[[], bool]) -> None:
-        """Begin to write a checkpoint in the background, on all ranks.
+        """Record that all ranks begin to write a checkpoint in the background.
 
         It has the same limit as a checkpoint for which the steps wait.
 
@@ -108,7 +108,7 @@ class Watchdog:
                 self._set_deadline()
 
     def end_write(self) -> None:
-        """End the writing on all ranks."""
+        """Record that all ranks have finished writing."""
         with self._lock:
             self._write_deadline = math.inf
             self._set_deadline()
@@ -161,7 +161,7 @@ class Watchdog:
     def _late(self) -> tuple[RankReport, float]:
         """Return this rank's position, and the limit that was exceeded.
 
-        Writing in the background ends in a step of all ranks. A rank that has finished writing and
+        A background write ends in a step that all ranks take. A rank that has finished writing and
         is in a longer phase might be the one that keeps the others from this step.
         """
         phase, step, seconds = self._where

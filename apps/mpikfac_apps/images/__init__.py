@@ -1,1 +1,1 @@
-"""Images that stay in files: lists of images, decoding processes, packed files."""
+"""Images that are read from files: lists of images, decoding processes, packed files."""

@@ -65,7 +65,7 @@ def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listi
             [outcome for outcome in outcomes if outcome is not None], directory, content.place.path
         )
     copy = outcomes[first].copy
-    if not os.path.isfile(copy):  # even if each rank has its own directory of this name
+    if not os.path.isfile(copy):  # each rank can see a different directory of this name
         return listing
     parts = (listing.train_images, listing.test_images)
     trained, tested = (replace(part, copy=(copy, content.place.start)) for part in parts)

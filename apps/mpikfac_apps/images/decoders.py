@@ -1,8 +1,8 @@
 """Start the processes that decode images for a rank, and distribute the work.
 
-Each process is a new Python interpreter, started by its program's name: `fork` would copy the state
-of MPI, and `multiprocessing` would run the main program again. Decoded pixels are in memory without
-a name in the file system, so a killed rank leaves nothing behind. Workers of torch's DataLoader
+Each process is a new Python interpreter that runs `worker.py`: `fork` would copy the state of MPI,
+and `multiprocessing` would run the main program again. Decoded pixels are stored in memory that has
+no name in the file system, so a killed rank leaves nothing behind. Workers of torch's DataLoader
 would load torch in every process.
 """
 
@@ -21,16 +21,16 @@ import numpy as np
 import mpikfac
 from mpikfac_apps.images.worker import DecodeJob, Fault, fill, slots_of
 
-TRAINING = (0, 1, 2, 3)  # slots of memory for the next batches of the training
-REST = 4  # the slot for a part of a test or of a sample
-OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_")  # variables that make a process a rank
-# glibc keeps the memory of an image for the next one, which saves a third of the processor time.
+TRAINING = (0, 1, 2, 3)  # memory slots for the next training batches
+REST = 4  # the slot for images of an evaluation or of a sample
+OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_")  # variables by which MPI recognises a rank
+# glibc reuses the memory of an image for the next one, which saves a third of the CPU time.
 KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**27), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 PATIENCE = 10.0  # seconds to wait for a process to end
 
 
 class _Worker(Protocol):
-    """The interface of image decoders, in the order of the tickets."""
+    """The interface of image decoders, which process their tickets in order."""
 
     def begin(self, ticket: int, slot: int, jobs: Sequence[DecodeJob]) -> None: ...
 
@@ -72,7 +72,7 @@ class Decoders:
         return sorted(fault for worker in self._workers for fault in worker.faults(ticket))
 
     def pixels(self, slot: int, images: int) -> np.ndarray:
-        """Return the first images of a slot, bytes `[images, h, w, 3]`, without a copy."""
+        """Return the first images of a slot, bytes `[images, h, w, 3]`, without copying."""
         return self._slots[slot, :images]
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Decoders:
 
 
 class _Process:
-    """A process that decodes.
+    """A process that decodes images.
 
     Raises:
         UserError: the process has ended.
@@ -132,7 +132,7 @@ class _Process:
         self._connection.close()
         try:
             self._process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:  # for example in a file system that hangs
+        except subprocess.TimeoutExpired:  # for example, if a file system hangs
             self._process.kill()
 
 

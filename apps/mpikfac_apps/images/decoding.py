@@ -61,12 +61,12 @@ def content(place: ImagePlace) -> bytes:
 
 @lru_cache(maxsize=4)
 def _packed(path: str) -> io.BufferedReader:
-    """Open a file of many images, and keep it open."""
+    """Open a file that contains many images, and keep it open."""
     return files.reading(path, links=True)
 
 
 def opened(encoded: bytes) -> Image.Image:
-    """Return an image of any of `FORMATS`, whatever the file's name; only the header is decoded.
+    """Return an image in any of `FORMATS`, regardless of the file's name; decode only the header.
 
     Raises:
         ValueError: the bytes are not an image, or its pixels have more than 8 bits.

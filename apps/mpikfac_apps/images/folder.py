@@ -19,7 +19,7 @@ EXPECTED = "pass a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CL
 def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  # noqa: ARG001
     """Return the images of a folder, sorted by class and name; classes are the sorted folders.
 
-    `load` selects `images` of them.
+    `load` later selects `images` of them.
 
     Raises:
         ValueError: the folder has a different layout; the message is one line with the expected

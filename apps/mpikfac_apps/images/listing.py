@@ -1,4 +1,4 @@
-"""List the images of a data set that stay in files: the location of every image, and the labels."""
+"""List the images of a data set that are read from files: their locations and their labels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Content(NamedTuple):
 
     Attributes:
         place: the location of the bytes.
-        digest: the BLAKE3 of the bytes; empty if the file has none.
+        digest: the BLAKE3 hash of the bytes; empty if the file contains none.
     """
 
     place: ImagePlace
@@ -101,7 +101,7 @@ class Images:
 
     @property
     def sample(self) -> int:
-        """A checksum of the bytes of `SAMPLE` evenly spaced images, without missing ones."""
+        """A checksum of the bytes of `SAMPLE` evenly spaced images; missing ones are skipped."""
         from mpikfac_apps.images.decoding import content  # needs Pillow
 
         count, total = min(SAMPLE, len(self)), 0
@@ -135,7 +135,7 @@ class Listing:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Checksums that a restart compares, like `Dataset.checksums`, but of a pixel sample."""
+        """Checksums that a restart compares, like `Dataset.checksums`, but of some pixels only."""
         whole = self.content.digest.encode() if self.content else b""
         return {
             "images": self.train_images.digest,

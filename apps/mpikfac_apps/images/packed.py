@@ -38,7 +38,7 @@ AHEAD = 256  # images that are encoded at a time
 
 
 def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  # noqa: ARG001
-    """Return the images of a packed file. `load` selects `images` of them.
+    """Return the images of a packed file. `load` later selects `images` of them.
 
     Raises:
         ValueError: the file is not a packed file.

@@ -1,7 +1,7 @@
 """Decode images for a rank, in a separate process: worker.py CONNECTION MEMORY SHAPE...
 
 The process loads neither MPI nor torch. It ends when the rank closes the connection, even if the
-rank was killed. It ignores signals, which are for the rank.
+rank was killed. It ignores signals, which are meant for the rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpikfac_apps.images.listing import ImagePlace
 
 SET_DEATH_SIGNAL = 1  # an option of prctl
 DecodeJob = tuple[int, ImagePlace, tuple[int, ...] | None]
-"""The position of an image in a batch, the image, and the numbers of a random crop."""
+"""The position of an image in a batch, the image, and the numbers that determine a random crop."""
 Work = tuple[int, int, Sequence[DecodeJob]]
 """The number of a list of images, the slot for the pixels, and the list."""
 Fault = tuple[int, str]

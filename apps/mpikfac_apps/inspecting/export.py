@@ -1,4 +1,4 @@
-"""Export weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
+"""Export a checkpoint's weights and factors for programs without mpikfac. Runs without MPI.
 
     mpikfac export runs/a --weights model.pt --factors factors.npz
 
@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> ExportOptions:
     """Return the checked options.
 
     Raises:
-        ValueError: an option is wrong, or no file is given to write to.
+        ValueError: an option is invalid, or no file is given to write to.
     """
     options = EXPORT.read(argv)
     paths = [file for file in (options.weights, options.average, options.factors) if file]
@@ -81,7 +81,7 @@ def average(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Tensor]:
 
 
 def _tensors(checkpoint: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-    """Return the items whose names start with the prefix, by the rest of their names."""
+    """Return the items whose names start with the prefix, keyed by the rest of their names."""
     names = (name for name in checkpoint if name.startswith(prefix))
     # Clones, because `torch.save` writes all of the memory behind a view.
     return {name.removeprefix(prefix): checkpoint[name].clone() for name in names}
@@ -120,7 +120,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {files.why(error)}") from error
     finally:
-        with suppress(OSError):  # absent, or the storage has failed, which is reported above
+        with suppress(OSError):  # it is absent, or the storage has failed, as reported above
             partial.unlink()
 
 

@@ -1,4 +1,4 @@
-"""Check a checkpoint and print its contents, with the spectra of K-FAC's factors. No MPI.
+"""Check a checkpoint, and print its contents and K-FAC's spectra. Runs without MPI.
 
     mpikfac inspect runs/a --picture spectra.png
 

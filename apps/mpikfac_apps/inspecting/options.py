@@ -12,7 +12,7 @@ from mpikfac_apps.options.fields import bounded, positional, read_by
 
 
 def weights_file(text: str) -> Path:
-    """Return the path `text` of a new file, after checking its kind."""
+    """Return `text` as the path of a new file, after checking its suffix."""
     path = new_file(text, ".pt", ".safetensors")
     check_package(path)
     return path
@@ -32,12 +32,12 @@ def check_package(path: Path) -> None:
 
 
 def factors_file(text: str) -> Path:
-    """Return the path `text` of a new file."""
+    """Return `text` as the path of a new file."""
     return new_file(text, ".npz")
 
 
 def new_file(text: str, *kinds: str) -> Path:
-    """Return the path `text` if the suffix is one of `kinds` and no such file exists."""
+    """Return `text` as a path if the suffix is one of `kinds` and no such file exists."""
     path = path_of(text, *kinds)
     if path.exists():
         raise ValueError(f"{path} exists; use another name or delete it")
@@ -46,7 +46,7 @@ def new_file(text: str, *kinds: str) -> Path:
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """Check a checkpoint and print its contents, with the spectra of K-FAC's factors. No MPI.
+    """Check a checkpoint, and print its contents and K-FAC's spectra. Runs without MPI.
 
     Args:
         path: the directory of a checkpoint, or that of a run, whose newest checkpoint is used.
@@ -59,7 +59,7 @@ class InspectOptions:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Export weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
+    """Export a checkpoint's weights and factors for programs without mpikfac. Runs without MPI.
 
     Args:
         path: the directory of a checkpoint, or that of a run, whose newest checkpoint is used.
@@ -78,7 +78,7 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class PackOptions:
-    """Pack a folder of images into a single HDF5 file, which all ranks can read quickly. No MPI.
+    """Pack a folder of images into one HDF5 file that all ranks can read fast. Runs without MPI.
 
     Args:
         path: the folder, with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CLASS/*.jpg).

@@ -1,4 +1,4 @@
-"""Pack a folder of images into a single file, for `mpikfac train --data.name packed`. No MPI.
+"""Pack a folder of images into one file for `mpikfac train --data.name packed`, without MPI.
 
 For example: mpikfac pack DIR images.h5 --size 256
 """

@@ -1,4 +1,4 @@
-"""Read weights from plain files, and load them into a network, except for the last module."""
+"""Read weights from plain files, and load them into a network whose last module can differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpikfac import files
 from mpikfac_apps.inspecting.options import check_package
 
 LARGER = 2**30
-"""Bytes by which a file can exceed a network in float64, because its last module can be larger."""
+"""The bytes by which a file can exceed the network in float64: its last module can be larger."""
 
 
 def read(path: Path, model: nn.Module) -> dict[str, Tensor]:

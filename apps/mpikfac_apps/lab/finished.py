@@ -53,12 +53,12 @@ class OfRun(Protocol):
 
 @dataclass(frozen=True)
 class Finished:
-    """A checkpoint of a run, and what its options make.
+    """A checkpoint of a run, and what is created from the run's options.
 
     Attributes:
         path: the directory of the checkpoint.
-        options: those of the run.
-        model: with its initial weights.
+        options: the options of the run.
+        model: the network, with its initial weights.
     """
 
     path: Path
@@ -85,7 +85,7 @@ class Finished:
             factors: whether the program needs the factors of the run.
 
         Raises:
-            UserError: see `locate`; or the images are not those of the run, or in files.
+            UserError: see `locate`; or the images differ from those of the run, or are in files.
         """
         located: tuple[Path, Options] | None = None
         with mpikfac.comm.together(comm, f"{program} {options.path}"):
@@ -112,24 +112,26 @@ def locate(options: OfRun, ranks: int, factors: bool) -> tuple[Path, Options]:
     """Return the checkpoint and the options of its run.
 
     Raises:
-        ValueError: there is no checkpoint, or its run's images have no single labels, or it
+        ValueError: there is no checkpoint, the run's images do not have one label each, or the run
             estimated no Fisher matrix although `factors` are needed.
     """
     path = checkpoint_at(options.path)
     of_test = EvaluateOptions(path, trust=options.trust, data_path=options.data_path)
     run = options_of(path, of_test, ranks)
     if factors and run.optimizer != "kfac":
-        raise ValueError(f"{path} is of a run with optimizer={run.optimizer}; it needs kfac")
+        raise ValueError(
+            f"{path} belongs to a run with optimizer={run.optimizer}; use one with optimizer=kfac"
+        )
     if (task := models.network(run.model).task).dimensions:
         raise ValueError(
-            f"{path} is of a run with model={run.model}, which learns {task.learns}; it needs a "
-            f"network with one label per image"
+            f"{path} belongs to a run with model={run.model}, which learns {task.learns}; use a "
+            f"run of a network with one label per image"
         )
     estimator = run.kfac.estimator
     wrong = estimator.fisher_type == "forward-only" or estimator.normalization != "expand"
     if factors and wrong:
         raise ValueError(
-            f"{path} is of a run with fisher_type={estimator.fisher_type} and "
+            f"{path} belongs to a run with fisher_type={estimator.fisher_type} and "
             f"normalization={estimator.normalization}, whose factors estimate no Fisher matrix; "
             f"train with another fisher_type and normalization=expand"
         )
@@ -140,7 +142,7 @@ def check_folder(folder: Path) -> None:
     """Create a folder if it is missing, and check that files can be written into it.
 
     Raises:
-        OSError: they cannot.
+        OSError: the folder cannot be created, or files cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
@@ -150,7 +152,7 @@ def check_in_memory(problem: Problem) -> None:
     """Check that the images are in memory.
 
     Raises:
-        ValueError: they are in files.
+        ValueError: the images are in files.
     """
     if not isinstance(problem.batches, Batches):
         raise ValueError("the images of the run are in files; the program needs images in memory")
@@ -163,7 +165,7 @@ def examples(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def tested(problem: Problem) -> tuple[Tensor, Tensor, int]:
-    """Return the rank's part of the test images, their labels, and the number of the first one.
+    """Return the rank's part of the test images, their labels, and the index of the first one.
 
     Collective over: comm of the problem.
     """
@@ -179,8 +181,8 @@ def announced(
 
     Args:
         doing: what is computed from them.
-        size: the images of a batch.
-        images: the number of all images.
+        size: the number of images in a batch.
+        images: the total number of images.
     """
     for number, batch in enumerate(batches):
         announce(comm, doing, number, size, images)
@@ -188,7 +190,7 @@ def announced(
 
 
 def announce(comm: mpikfac.comm.Comm, doing: str, number: int, size: int, images: int) -> None:
-    """Print on rank 0 how many images are done before batch `number` of `size` images."""
+    """Print on rank 0 how many images were processed before batch `number` of `size` images."""
     if comm.rank == 0 and number and number % LINES == 0:
         print(f"{doing}: {number * size:,} of {images:,} images of rank 0", flush=True)
 

@@ -1,1 +1,1 @@
-"""Start programs from a command line: the programs by name, and how they start under MPI."""
+"""Start programs from a command line: find them by name, and run them under MPI."""

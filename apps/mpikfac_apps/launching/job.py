@@ -105,7 +105,7 @@ class MpiJob:
         return f"{LAUNCHER}={self._order.directory}"
 
     def _pass_output(self, selector: selectors.BaseSelector, seconds: float) -> bool:
-        """Forward what the job writes within some seconds; return whether there was anything."""
+        """Forward what the job writes within `seconds`; return whether it wrote anything."""
         ready = selector.select(seconds)
         for key, _ in ready:
             try:
@@ -121,7 +121,7 @@ class MpiJob:
         return bool(ready)
 
     def _answer(self) -> None:
-        """Process the signals received, and kill processes that did not end."""
+        """Process received signals, and kill processes that did not end."""
         while self._answered < len(self._requests):
             number = self._requests[self._answered]
             self._answered += 1

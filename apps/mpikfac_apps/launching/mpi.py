@@ -96,7 +96,7 @@ def library_path(starter: str | None, environ: Mapping[str, str]) -> dict[str, s
 
 
 def starter_of(maker: str, library: Path, path: str | None) -> str | None:
-    """Return the launcher next to a library, or else on the path; None if there is none."""
+    """Return the launcher next to a library, or otherwise on the path; None if there is none."""
     folders = [folder / "bin" for folder in library.parents]
     places = os.pathsep.join([*map(str, folders), path or os.defpath])
     for folder in places.split(os.pathsep):

@@ -39,7 +39,7 @@ PROGRAMS = {
     "evaluate": Program(
         "training.testing.evaluate",
         "training.testing.options:EVALUATE",
-        "test the network of a run's checkpoint",
+        "evaluate the network in a run's checkpoint",
         ranks=True,
     ),
     "strategies": Program(
@@ -72,12 +72,12 @@ PROGRAMS = {
     "advise": Program(
         "lab.predict.advise",
         "lab.predict.options:ADVISE",
-        "choose a batch, servers and a strategy that hide communication",
+        "choose a batch size, servers and a strategy that hide communication",
     ),
     "reproduce": Program(
         "lab.reproduce.reproduce",
         "lab.reproduce.options:REPRODUCE",
-        "list published results, or find one of them again",
+        "list published results, or reproduce one of them",
     ),
     "compare": Program(
         "lab.study.compare",
@@ -103,13 +103,13 @@ PROGRAMS = {
     "laplace": Program(
         "lab.laplace.laplace",
         "lab.laplace.options:LAPLACE",
-        "test a network with the uncertainty of its weights",
+        "test a network, given the uncertainty of its weights",
         ranks=True,
     ),
     "equations": Program(
         "lab.equations.equations",
         "lab.equations.options:EQUATIONS",
-        "solve a differential equation by a network, with a known solution",
+        "solve a differential equation of known solution with a network",
         ranks=True,
     ),
     "pack": Program(

@@ -38,6 +38,6 @@ def differences(strategy: Strategy) -> str:
 
 
 def values_of(strategy: Strategy) -> list[tuple[Leaf, Any]]:
-    """Return the choices of a strategy with their values; a choice has the default of its type."""
+    """Return a strategy's choices with their values; their defaults depend on its types."""
     values = flat(strategy)
     return [(leaf, values[leaf.key]) for leaf in leaves(Strategy, types_of(strategy))]

@@ -59,8 +59,8 @@ class CommandLine(Generic[Group]):
         basic: the options that --help shows, while --help_all shows all of them; if empty, --help
             shows all.
         files: whether --config FILE names YAML files of options.
-        usual: returns the values that replace defaults and null, from `group` and the values that
-            are set, by full key.
+        usual: returns, by full key, the values that replace defaults and null, given `group` and
+            the values that are set.
         presets: values by name, such as those of named strategies.
     """
 
@@ -84,7 +84,7 @@ class CommandLine(Generic[Group]):
             kept: options by key, as in a YAML file; needs `files`.
 
         Raises:
-            ValueError: an option is wrong; the message is a line with key, value and allowed
+            ValueError: an option is invalid; the message is a line with key, value and allowed
                 values.
             SystemExit: code 0, after help.
         """
@@ -93,7 +93,7 @@ class CommandLine(Generic[Group]):
         sources = of_arguments([HELP_ALL.get(text, text) for text in arguments], self.files)
         if kept:
             sources.insert(0, kept_options(kept))
-        settled(self.group, sources, self.presets)  # full keys replace the names of types
+        settled(self.group, sources, self.presets)  # replaces names such as `sync` by full keys
         usual = self.usual(self.group, given(sources)) if self.usual else {}
         of_usual = OptionSource(usual)
         types, preset = settled(self.group, [of_usual, *sources], self.presets)
@@ -162,7 +162,7 @@ class CommandLine(Generic[Group]):
             prog=self.program,
             usage=" ".join([self.program, *placeholders, *["[--key value ...]"] * named]),
             description=about,
-            formatter_class=Help,  # types are described
+            formatter_class=Help,  # types are described in the help texts
             exit_on_error=False,
             allow_abbrev=False,
         )
@@ -196,7 +196,7 @@ class Help(argparse.HelpFormatter):
 
 
 def _check_digits(arguments: Iterable[str]) -> None:
-    """Raise an error for more digits than a float and a path's name can have."""
+    """Raise an error for a number with more digits than a float or a file name can have."""
     for argument in arguments:
         if re.search(r"\d{300}", argument):
             short = reprlib.repr(argument)

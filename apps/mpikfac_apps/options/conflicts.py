@@ -24,7 +24,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
     """Check for values that are valid alone but not together, in a job where `ranks` ranks train.
 
     Raises:
-        ValueError: two values cannot be combined; the message has the options and a remedy.
+        ValueError: two values cannot be combined; the message states the options and a remedy.
     """
     check_data(options.data)
     _check_images(options)
@@ -52,7 +52,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
 
 
 def _check_strategy(options: Options, ranks: int) -> None:
-    """Check that the strategy fits the ranks and the rest of the run."""
+    """Check that the strategy is compatible with the number of ranks and the other options."""
     strategy, _ = make_strategy(options.distribution, options.kfac, ranks)
     if options.optimizer != "kfac" and options.distribution.strategy == "auto":
         raise ValueError(f"strategy=auto needs optimizer=kfac, not {options.optimizer}")
@@ -76,7 +76,7 @@ def _check_strategy(options: Options, ranks: int) -> None:
 
 
 def _check_split(options: Options, ranks: int) -> None:
-    """Check the form of split layers, and options that exclude them."""
+    """Check how split layers are named, and for options that exclude them."""
     split, tp_size = options.distribution.split, options.distribution.tp_size
     if tp_size and split in ([], [AUTO]):
         raise ValueError(f"tp_size={tp_size} needs names of layers in split_layers, not {split}")
@@ -191,7 +191,7 @@ def check_pillow(what: str) -> None:
 
 
 def _check_images(options: Options) -> None:
-    """Check that the network can use the data, and that the data have what the network learns."""
+    """Check that the network can use the data, and that the data contain what it learns."""
     model, size = network(options.model), pixels(options.data)
     learns, holds = model.task.learns, source(options.data.name).holds
     if learns not in holds:
@@ -218,7 +218,7 @@ def check_pairs(options: Options, ranks: int) -> None:
     """Check that each rank has an even number of images if images are mixed in pairs.
 
     Raises:
-        ValueError: a rank has half a pair; the message is one line with the options.
+        ValueError: a rank has an odd number of images; the message is one line with the options.
     """
     for name, value in mixes(options).items():
         for batch in numbers_of(options.batches):
@@ -245,7 +245,7 @@ def check_size(options: Options, size: tuple[int, ...]) -> None:
 
 
 def pixels(data: DataOptions) -> int | None:
-    """Return the side length in pixels, or the tokens of a window; None if data determine it."""
+    """Return the side length in pixels or the tokens of a window; None if the data determine it."""
     return data.size or source(data.name).size
 
 
@@ -262,10 +262,10 @@ def doubt(options: Options) -> str:
 
 
 def check_parts(options: Options, ranks: int) -> None:
-    """Check that the number of virtual ranks or passes fits the batch.
+    """Check that the number of virtual ranks or passes divides the batch evenly.
 
     Raises:
-        ValueError: the number does not fit; the message is one line with the options.
+        ValueError: the number does not divide the batch; the message is one line with the options.
     """
     virtual, batches = options.virtual_ranks, numbers_of(options.batch)
     for batch in filter(None, batches):
@@ -346,7 +346,7 @@ def _check_quadratic(options: Options) -> None:
 
 
 def _check_passes(options: Options) -> None:
-    """Check for options that do not allow several passes, or passes of another dtype."""
+    """Check for options that do not allow several passes, or passes in another dtype."""
     if options.accumulate > 1 and options.virtual_ranks:
         raise ValueError(
             f"accumulate={options.accumulate} needs transport.virtual_ranks=null, not "
@@ -360,11 +360,11 @@ def _check_passes(options: Options) -> None:
 def global_batch(options: Options, ranks: int) -> int | ByEpoch:
     """Return the number of images per step, on all ranks together, or numbers by epoch.
 
-    If the options have no batch: `USUAL_BATCH`, or the largest smaller number that can be divided
-    among ranks and virtual ranks.
+    If the options set no batch, this is `USUAL_BATCH`, or the next smaller number that can be
+    divided among ranks and virtual ranks.
 
     Raises:
-        ValueError: there are two batches, or the batch is not a multiple of the ranks.
+        ValueError: both batch options are set, or the number of ranks does not divide the batch.
     """
     batch, per_rank = options.batch, options.batch_per_rank
     if batch and per_rank:

@@ -164,7 +164,7 @@ def _keys(node: yaml.Node | None, group: str = "") -> Iterator[tuple[str, int]]:
 def check_keys(
     document: yaml.Node | None, path: str, keys: Collection[str], explain: Callable[[str], str]
 ) -> None:
-    """Check that a document of options has only known keys, and no value for a group.
+    """Check that a document of options contains only known keys, and no value for a group.
 
     Args:
         path: the file that contains the document.

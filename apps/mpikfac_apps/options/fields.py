@@ -204,8 +204,8 @@ def inline(group: Callable[[], Any], without: Collection[str] = (), **names: str
 def section(heading: str, field: Any) -> Any:
     """Return a field that begins a section of help, with a heading.
 
-    For a field with a plain value, the section includes all following plain values; for a dataclass
-    only its own options.
+    For a field with a plain value, the section includes all following plain values; for a
+    dataclass, only its own options.
     """
     metadata = {**field.metadata, "section": heading}
     field.metadata = types.MappingProxyType(metadata)
@@ -416,7 +416,7 @@ def _group_of(
             values[field.name] = tuple(value)
     try:
         for name, value in values.items():
-            if isinstance(value, ByEpoch):  # a group checks the number for epoch 0
+            if isinstance(value, ByEpoch):  # a dataclass checks the value at epoch 0
                 for number in value.numbers[1:]:
                     group(**{**values, name: number})
         return group(**values)
@@ -488,7 +488,7 @@ def dtype(name: str) -> torch.dtype:
 
 
 def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
-    """Return a type of the library as the type of an option: dtypes by name, no functions.
+    """Return a library type as an option's type: dtypes are named, functions are left out.
 
     A string is one of `names`, unless `names` is empty.
     """

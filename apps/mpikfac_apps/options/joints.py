@@ -18,7 +18,7 @@ C = TypeVar("C", bound=Choice)
 OWN = "FILE.py:CLASS"
 
 _spelled: dict[type[Choice], str] = {}
-"""Types defined by users, by the text that named them."""
+"""User-defined types, by the text that named them."""
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The options of a training run, in groups that programs that plan runs use as well."""
+"""The options of a training run, in groups that planning programs use as well."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class DataOptions:
             number to generate; for a text, the number of windows. null for all images or windows,
             20,000 curves or 1024 synthetic images.
         test_images: the number of test images to use, chosen like training images; null for all
-            images. Fewer images make tests of the network faster but less precise.
+            images. Fewer images make evaluations faster but less precise.
         augment: shift and mirror training images at random; gaps are filled with black pixels. For
             images in files, a random crop is rescaled, and mirrored at random.
         shift: the maximum number of pixels by which augment shifts an image in each direction; null
@@ -165,9 +165,9 @@ class StrategyOptions:
         split_layers: the layers whose channels are divided among groups of ranks: NAME=outputs or
             NAME=inputs for each layer, or only "auto" for the cheapest distribution of each layer,
             by seconds on `machine`, or by bytes if there is no machine.
-        tp_size: the number of ranks in a group that divides layers; null for all ranks, or with
-            split_layers=auto for the cheapest number.
-        assignment: which ranks decompose factors, precondition gradients and step weights.
+        tp_size: the number of ranks in a group that divides layers; null for all ranks or, with
+            split_layers=auto, for the cheapest number.
+        assignment: which ranks decompose factors, precondition gradients and update weights.
         sync: what ranks exchange to train one model, and when.
         compression: how values are encoded in messages.
         refresh: when factors are decomposed, and by which ranks.
@@ -186,7 +186,7 @@ class StrategyOptions:
 
     @property
     def split(self) -> list[str]:
-        """The texts of `split_layers`."""
+        """The entries of `split_layers`."""
         return [self.split_layers] if isinstance(self.split_layers, str) else self.split_layers
 
     @property
@@ -215,7 +215,7 @@ JOINTS = tuple(vars(Strategy()))
 def preset(name: str) -> dict[str, Any]:
     """Return the options of a named strategy; none if there is no such strategy.
 
-    For "auto", the options of COMM-OPT.
+    For "auto", these are the options of COMM-OPT.
     """
     if (named := NAMED.get(COMM_OPT if name == AUTO else name)) is None:
         return {}
@@ -256,9 +256,9 @@ class KfacOptions:
         factor_update_steps: the number of steps between two updates of the factors. null: 10, but
             fewer in the first 160 steps; 1 with shampoo, kl-shampoo and soap.
         inv_update_steps: the number of steps between two decompositions of the factors. null: the
-            strategy's number, for most strategies 50, but fewer in the first 160 steps.
+            strategy's value, which is 50 for most strategies, but less in the first 160 steps.
         preconditioner: the preconditioner of gradients; K-FAC is one of several that share a plan.
-            A preconditioner has its own defaults of damping, grafting, momentum and
+            A preconditioner has its own defaults for damping, grafting, momentum and
             factor_update_steps, which apply unless you set these options. "inverse": damped
             inverses; "eigen": eigenbases; "ekfac": eigenbases with eigenvalues from the gradients
             of single images; "eva": mean vectors in place of factors, as in Eva; "shampoo",
@@ -269,12 +269,12 @@ class KfacOptions:
         momentum_of: where `momentum` is applied. "gradients": Nesterov momentum of the averaged
             gradients, before K-FAC preconditions them; needs grafting by Adam. "directions":
             momentum of the directions, which the optimizer applies; use smaller learning rates.
-            null: "gradients" with such grafting and without a clip or nesterov, else "directions".
+            null: "gradients" with such grafting and no clip or nesterov, otherwise "directions".
         budget: the maximum average number of operations of statistics and decompositions, as a
             fraction of those of the forward and backward passes; the limit is 1 in the first 160
             steps. To meet it, intervals are lengthened, and factors are cut into blocks with at
-            most half as many rows as a batch has vectors, or 128. There is no limit with null, nor
-            if you set an interval.
+                most half as many rows as a batch has vectors, or 128. With null, or if you set an
+                interval, there is no limit.
         damping_adapt: the number of steps between two adaptations of the damping to how well the
             quadratic model predicts the loss; each adaptation costs a forward pass. null: the
             damping is not adapted.
@@ -282,7 +282,7 @@ class KfacOptions:
         clip: a bound on the directions of all layers together.
         matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands, on tensor cores: "tf32" to 10 bits of mantissa, "bfloat16" to 7
-            bits. null: tf32 on an NVIDIA GPU without staleness, else float32.
+            bits. null: tf32 on an NVIDIA GPU without staleness, otherwise float32.
         cuda_graph: record the computation of directions as a CUDA graph, and replay it with a
             single call.
     """
@@ -342,8 +342,8 @@ class LearningOptions:
         data: the data set.
         kfac: the settings of K-FAC.
         batch: the number of images per step, on all ranks together; a multiple of the number of
-            ranks. Schedules of other options follow the epochs, whatever the batch. null: 256, or
-            the next lower multiple of the number of ranks, unless batch_per_rank is set.
+                ranks. Schedules of other options follow the epochs, regardless of the batch. null:
+                256, or the next lower multiple of the number of ranks, if batch_per_rank is null.
         batch_per_rank: the number of images per step on each rank. A run that resumes on another
             number of ranks keeps the total batch.
         accumulate: the number of passes in which a rank processes its part of a step's images, one
@@ -352,13 +352,13 @@ class LearningOptions:
         autocast: the dtype of torch.autocast, to which operands of products in the network's passes
             are rounded; null for none. Weights, gradients and K-FAC stay in float32.
         epochs: the number of passes over the training images, and the length of the schedule.
-        eval_every: the number of epochs from one test of the network to the next; the last epoch
-            of a run always ends with a test.
-        eval_steps: the number of steps from one additional test to the next, also within epochs;
-            null for none. Ranks with replicas of the weights average them before a test.
-        keep_best: save the weights with the best test result so far to RUN_DIR/best.pt.
-        patience: the number of consecutive tests without improvement after which the run ends;
-            null: the run takes all epochs.
+        eval_every: the number of epochs from one evaluation on the test images to the next; a run
+            always ends with an evaluation after its last epoch.
+        eval_steps: the number of steps from one additional evaluation to the next, also within
+            epochs; null for none. Ranks with replicas of the weights average them beforehand.
+        keep_best: save the weights with the best test result so far in RUN_DIR/best.pt.
+        patience: the number of consecutive evaluations without improvement after which the run
+            ends; null: the run completes all epochs.
         lr: the learning rate. null: 0.0075 for K-FAC with a kfac.grafting by Adam, or 0.003
             with kfac.momentum_of=directions; 0.003 for Muon and SOAP; 0.001 for AdamW; 0.03 for
             LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with kfac.grafting=none or sgd.
@@ -378,9 +378,9 @@ class LearningOptions:
         weight_decay: the weight decay: an L2 penalty of SGD, K-FAC and LARS, or decoupled from the
             gradient in AdamW, Muon, SOAP and LAMB.
         label_smoothing: the fraction of an image's label that is distributed equally over all
-            classes in the training loss; tests use the plain labels.
+            classes in the training loss; evaluations use the plain labels.
         ema_decay: the decay of an exponential average of the weights over steps, such as 0.99,
-            which tests of the network use; in the first steps, it is the plain mean. 0: tests use
+            which evaluations use; in the first steps, it is the plain mean. 0: evaluations use
             the weights themselves.
         distribution: the strategy.
         weights: a file of initial weights, .pt or .safetensors: a state_dict, or a file written by

@@ -30,14 +30,14 @@ def parse(argv: Sequence[str] | None, ranks: int, kept: Mapping[str, Any] | None
         kept: options by key, as in a YAML file.
 
     Raises:
-        ValueError: an option is wrong; the message is one line with key, value and allowed values.
+        ValueError: an option is invalid; the one-line message states key, value and allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """
     return checked(TRAIN.read(argv, kept), ranks)
 
 
 def checked(options: Options, ranks: int) -> Options:
-    """Check that options fit together; return them with `batch` and loss terms filled in.
+    """Check that options can be combined; return them with `batch` and loss terms filled in.
 
     Raises:
         ValueError: options cannot be combined, or are invalid for the number of ranks.
@@ -64,7 +64,7 @@ def of_run(options: Options) -> KfacOptions:
 
 
 def resolved(options: Options, ranks: int) -> dict[str, Any]:
-    """Return all options as in a YAML file, with the settings of the strategy in place of null.
+    """Return all options as in a YAML file, with the strategy's settings in place of nulls.
 
     A run with this file gives the same results.
 

@@ -1,4 +1,4 @@
-"""Where the options of a program come from: sources in order; the last one wins.
+"""The sources of a program's options, in order; the last one wins.
 
 A value can determine which other options exist: the type of a joint, or the name of a preset. If a
 later source chooses another type, the options that earlier sources set for the former type are
@@ -98,7 +98,7 @@ class Words(OptionSource):
 
 
 class Document(OptionSource):
-    """A text of YAML.
+    """YAML text.
 
     Args:
         path: the file that holds the text; "" for no file.
@@ -253,7 +253,7 @@ def given(sources: Sequence[OptionSource]) -> dict[str, Any]:
 
 
 def keys_of(sources: Sequence[OptionSource]) -> set[str]:
-    """Return the keys that sources set, also to null."""
+    """Return the keys that sources set, including those set to null."""
     return {key for source in sources for key in source.values}
 
 
@@ -277,5 +277,5 @@ def belongs(group: type, types: Types, key: str) -> str:
 
 
 def _has(group: type, key: str) -> bool:
-    """Return whether a dataclass has an option, or a joint, with some of the known types."""
+    """Return whether a dataclass can have an option or a joint named `key`, for some types."""
     return not {key, f"{key}.{TYPE}"}.isdisjoint(possible(group))

@@ -131,7 +131,7 @@ def of_gradients(options: Options) -> Grafting:
 
 
 def job_of(options: Options, ranks: int, inv_update_steps: int) -> Job:
-    """Return the training to predict.
+    """Return the training job to predict.
 
     Args:
         ranks: the number of ranks that train.
@@ -254,10 +254,10 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
 
 @contextmanager
 def skippable(option: str = "kfac.skip") -> Iterator[None]:
-    """Name the option that skips modules in messages that name the argument of `KFAC`.
+    """Name the option that skips modules in messages that would name `KFAC`'s argument.
 
     Raises:
-        ValueError: the library refuses modules.
+        ValueError: the library rejects modules.
     """
     try:
         yield

@@ -67,7 +67,7 @@ def calls_of(
     inputs = torch.empty((examples, *image), dtype=dtype, device="meta")
     try:
         return mpikfac.layers.call_sizes(model, layers, inputs)
-    except Exception:  # raised by any code of the network's author
+    except Exception:  # the network's code can raise anything
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Write the steps of a plan as Chakra execution traces, which ASTRA-sim and others simulate.
+"""Write the steps of a plan as Chakra execution traces, which ASTRA-sim and others can simulate.
 
 A trace is a file for one rank: protobuf messages, each preceded by its length, first the metadata,
 then the nodes, according to schema/protobuf/et_def.proto of mlcommons/chakra. The encoding takes
@@ -29,7 +29,7 @@ COLLECTIVES = {
     "Reduce_scatter": 7,
 }
 """The numbers of enum CollectiveCommType."""
-FIELDS = {bool: 27, int: 9, str: 30}  # of the value of an AttributeProto: bool, int64, string
+FIELDS = {bool: 27, int: 9, str: 30}  # field numbers of an AttributeProto's value
 Groups = dict[tuple[int, ...], int]
 """The number of each communicator except the world, by its ranks."""
 
@@ -44,7 +44,7 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
             contain only messages.
 
     Raises:
-        ValueError: a message has no counterpart in Chakra, or there are other kinds of steps.
+        ValueError: a message has no counterpart in Chakra, or the plan has other kinds of steps.
         OSError: a file cannot be written.
     """
     _check_kinds(plan)
@@ -65,7 +65,7 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
 
 
 def _check_kinds(plan: Plan) -> None:
-    """Check that `KINDS` are all kinds of steps.
+    """Check that the plan has no kinds of steps other than `KINDS`.
 
     Raises:
         ValueError: refreshes have slots, or ranks exchange something other than gradients.
@@ -177,7 +177,7 @@ def attribute(name: str, value: bool | int | str) -> bytes:
 
 
 def field(number: int, value: int | str | bytes) -> bytes:
-    """Return a field: a whole number of at least 0, or a text or message preceded by its length."""
+    """Return a field: a non-negative integer, or a text or message preceded by its length."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     content = value.encode() if isinstance(value, str) else value
@@ -190,6 +190,6 @@ def behind_length(content: bytes) -> bytes:
 
 
 def varint(value: int) -> bytes:
-    """Return a whole number of at least 0 in 7 bits per byte, the lowest first."""
+    """Return a non-negative integer in 7 bits per byte, the lowest bits first."""
     digits = [value >> shift & 0x7F for shift in range(0, max(1, value.bit_length()), 7)]
     return bytes([*(digit | 0x80 for digit in digits[:-1]), digits[-1]])

@@ -52,7 +52,7 @@ def looked_at(plan: mpikfac.plan.Plan) -> list[int]:
 
 
 def near_root(ranks: int) -> int:
-    """Return the divisor whose square is nearest to the number of ranks."""
+    """Return the divisor of the number of ranks whose square is nearest to this number."""
     return min(mpikfac.plan.divisors(ranks), key=lambda count: abs(count**2 - ranks))
 
 
@@ -69,9 +69,9 @@ def at_ranks(strategy: mpikfac.Strategy, ranks: int) -> mpikfac.Strategy:
 def strategy_of(
     name: str, ranks: int, preconditioner: Preconditioner | None
 ) -> tuple[mpikfac.Strategy, Preconditioner]:
-    """Return a named strategy, and its preconditioner or else `preconditioner`.
+    """Return a named strategy, and its preconditioner, or otherwise `preconditioner`.
 
-    "sgd" has no K-FAC.
+    "sgd" is training without K-FAC.
 
     Args:
         preconditioner: None for the preconditioner of the named strategy.

@@ -47,7 +47,7 @@ TABLE = 60  # layers; for larger models, a line names several layers
 Kind = tuple[str, str, str]
 """Stage, collective and communicator of messages."""
 Sent = tuple[tuple[Kind, tuple[int, int, int]], ...]
-"""What a rank sends in a step: the number, bytes and wire of each kind of message, in order."""
+"""What a rank sends in a step: the number, bytes and wire bytes of each kind of message."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -232,7 +232,7 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def memory(plan: mpikfac.plan.Plan, job: mpikfac.predict.Job) -> list[str]:
-    """Return lines about the memory of a rank for the preconditioner, without the model."""
+    """Return lines about the memory that a rank needs for the preconditioner."""
     held = [mpikfac.predict.memory(plan, rank, job) for rank in looked_at(plan)]
     held = [{**kinds, "together": sum(kinds.values())} for kinds in held]
     rows = [("", "least", "median", "most")]
@@ -270,7 +270,7 @@ def steps(plan: mpikfac.plan.Plan) -> Iterator[list[str]]:
 
 
 def counted(messages: Sequence[mpikfac.plan.Message]) -> Sent:
-    """Return the number, the bytes and the wire of a rank's messages, by kind in order."""
+    """Return the number, bytes and wire bytes of a rank's messages, by kind and in order."""
     kinds: dict[Kind, list[mpikfac.plan.Message]] = {}
     for message in messages:
         kinds.setdefault(kind_of(message), []).append(message)

@@ -51,7 +51,7 @@ def listing() -> list[str]:
         for name, way in mpikfac.plan.NAMED.items()
     ]
     about = (
-        "With the same estimator, results equal those of one process that trains on the joined "
+        "With the same estimator, results equal those of one process that trains on the joint "
         "batch with the same `refresh`. mpikfac strategies NAME describes a strategy in full."
     )
     return [*table([heading, *rows], left=4), "", *textwrap.wrap(about, WIDTH)]

@@ -109,7 +109,7 @@ class Crew:
         return states
 
     def distances(self, members: Sequence[int]) -> Tensor:
-        """Return the distances of weights between all members `[members, members]`."""
+        """Return the distances between all members' weights `[members, members]`."""
         held = {m: {"weights": member.weights()} for m, member in self.members.items()}
         vectors = self.handed(held, members)
         return selection.distances_of([vectors[member]["weights"] for member in members])

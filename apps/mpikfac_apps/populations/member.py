@@ -103,7 +103,7 @@ class Member:
         ]
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of a step: the member's, following the schedule."""
+        """Return the member's learning rate for a step, according to the schedule."""
         rate, first = self._rate(self.problem.calendar.clock(step)), self.problem.options.rate
         return rate * self.numbers.get("lr", first) / first
 

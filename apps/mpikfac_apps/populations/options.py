@@ -20,7 +20,7 @@ OF_ONE_NETWORK = (
     *("frozen_epochs", "shrink", "trace_steps", "mixup", "cutmix", "damping_adapt", "scale_lr"),
     *("split_layers", "tp_size", "groups", "burn_in", "swap_every", "distill_weight"),
 )
-"""Fields of the training's options that a population does not have."""
+"""Fields of the training options that a population does not support."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Search:
             only lr without K-FAC.
         worst: the fraction of the members that a selection replaces; parents are drawn from equally
             many of the best members.
-        spread: the initial hyperparameters of a member are the options, multiplied or divided at
-            random by at most this factor. The first member uses the options unchanged.
+        spread: the maximum factor by which the options are multiplied or divided at random to
+            give a member's initial hyperparameters. The first member uses the options unchanged.
         explore: the factor by which each hyperparameter of a replaced member is multiplied or
             divided.
         held_out: the number of training images, the last ones, that are used to rank the members
@@ -93,7 +93,7 @@ def parse(argv: Sequence[str] | None, ranks: int) -> PopulationOptions:
     """Return the checked options of a command line, for a job of `ranks` ranks.
 
     Raises:
-        ValueError: an option is wrong; the message is one line with the key, the value and the
+        ValueError: an option is invalid; the message is one line with the key, the value and the
             allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Collective over: world.
 
     Raises:
-        SystemExit: code 2 after a single line about a mistake that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
     return start(
         lambda ranks: parse(argv, ranks),
@@ -132,7 +132,7 @@ class PopulationRun(Loop):
         )
 
     def _select(self, steps: int, ranking: Sequence[int], lost: Sequence[int]) -> None:
-        """Replace members by children of better members."""
+        """Replace members with children of better members."""
         search, seed = self.population.population, self.population.train.seed
         gone = set(lost)
         if search.near:
@@ -152,7 +152,7 @@ class PopulationRun(Loop):
         log.info("step %d: replaced %s", steps, ", ".join(pairs))
 
     def _replace(self, child: int, first: State, second: State, steps: int) -> None:
-        """Replace a member by the child of two states, which are the same without crossover."""
+        """Replace a member with the child of two states, which are the same without crossover."""
         search, member = self.population.population, self.crew.members[child]
         seed = self.population.train.seed
         generator = torch.Generator().manual_seed(mixed(seed, CHANGE, steps, child))

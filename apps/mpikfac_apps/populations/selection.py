@@ -16,7 +16,7 @@ State = dict[str, Any]
 
 
 class Parents(NamedTuple):
-    """The members whose states a replaced member inherits; the same without crossover."""
+    """The members whose states a replaced member inherits; both are the same without crossover."""
 
     first: int
     second: int

@@ -1,7 +1,7 @@
-"""Return data sets by name: as whole tensors of bytes, or as lists of images that stay in files.
+"""Return data sets by name: as whole tensors of bytes, or as lists of images in files.
 
 `digits` comes with the program, `curves` and `synthetic` are generated, `text` is read from text
-files, `volume` from files of a brain, and `cifar10`, `cifar100` and `patches` from either of the
+files, `volume` from a brain scan, and `cifar10`, `cifar100` and `patches` from either of the
 two official layouts. The readers never execute anything in a file. `folder` and `packed` are lists.
 FILE.py:FUNCTION is a user's function.
 """
@@ -94,7 +94,7 @@ class Dataset:
     a volume, images are crops `[n, 1, d, h, w]`, and labels the class of each voxel, as bytes.
 
     Attributes:
-        classes: the number of classes; 0 if images have no labels, and all labels are 0. For a
+        classes: the number of classes; 0 if images have no labels (all labels are then 0). For a
             text, 256.
         white: the byte of a white pixel.
         about: a line that describes the data, for data that differ between machines.
@@ -115,7 +115,7 @@ class Dataset:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Checksums that a restart compares: training labels, training pixels, and the test."""
+        """Checksums that a restart compares: training labels, training pixels, and the test set."""
         return {
             "images": _crc(self.train_labels),
             "pixels": _crc(self.train_images),
@@ -151,7 +151,7 @@ def load(
         path: cifar10, cifar100, patches: the directory of the files, or its parent; folder: the
             folder; packed: the file; text: a file, or a directory of text files; volume: the folder
             of two files.
-        train_images: the number of training images to use, from the start; of lists, evenly spaced;
+        train_images: the number of training images to use, from the start; in lists, evenly spaced;
             curves, synthetic: the number to generate.
         test_images: the number of test images to use, chosen like training images.
         size: patches, synthetic, folder, packed: side length in pixels; text: bytes of a window;
@@ -159,7 +159,7 @@ def load(
         classes: synthetic: the number of classes.
 
     Raises:
-        ValueError: a file or an argument is wrong; the message has the wrong value and a remedy.
+        ValueError: a file or an argument is wrong; the message states the wrong value and a remedy.
         OSError: a file cannot be read.
     """
     entry, arguments = source(name), {"path": path, "size": size, "classes": classes}
@@ -176,7 +176,7 @@ def _check_count(key: str, count: int | None, images: int, name: str) -> None:
 
 
 def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
-    """Return 1,797 handwritten digits, 8x8 pixels; every fifth of a class (360) is for the test.
+    """Return 1,797 handwritten digits of 8x8 pixels; a fifth of each class (360) is for the test.
 
     `load` uses the first `images`.
     """
@@ -189,7 +189,7 @@ def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loader
 
 
 def smooth_curves(images: int | None = None) -> Dataset:
-    """Return images of smooth curves, 28x28 pixels; 5,000 images are for the test."""
+    """Return images of smooth curves, 28x28 pixels; 5,000 of them are for the test."""
     return unlabelled(curves.drawn(images or 20_000, seed=0), curves.drawn(5_000, seed=1))
 
 
@@ -200,7 +200,7 @@ def unlabelled(train: Tensor, test: Tensor) -> Dataset:
 
 
 def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> Dataset:
-    """Return noise around a 4x4 pattern per class, for experiments; one in five is for the test."""
+    """Return noise around a 4x4 pattern per class, for experiments; a fifth is for the test."""
     images, channels = images or 1024, 3
     generator = torch.Generator().manual_seed(0)
     total = images + max(1, images // 4)
@@ -416,7 +416,7 @@ class Source:
         holds: what a network can learn from the data.
         takes: options of the group `data` that other data sets do not have.
         needs: an option that must be set, and its meaning.
-        files: whether images stay in files, and are read during the training.
+        files: whether images are read from files during the training.
     """
 
     load: Callable[..., Dataset | Listing]

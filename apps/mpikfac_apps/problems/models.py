@@ -164,7 +164,7 @@ def network(name: str) -> NetworkEntry:
 
 
 def build(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
-    """Return a freshly initialised network from images `[n, channels, h, w]` to `[n, outputs]`.
+    """Return a newly initialised network from images `[n, channels, h, w]` to `[n, outputs]`.
 
     A classifier has one output per class, an autoencoder one per pixel. A language model takes
     windows of up to `channels` tokens, and has an output for each of `classes` tokens. A segmenter
@@ -181,7 +181,7 @@ def build(name: str, classes: int | None = None, channels: int | None = None) ->
 
 
 def skeleton(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
-    """Return a network for its shapes, without memory for values unless its code reads them.
+    """Return a network for its shapes only; values use memory only if its code reads them.
 
     Raises:
         ValueError: see `build`.
@@ -190,7 +190,7 @@ def skeleton(name: str, classes: int | None = None, channels: int | None = None)
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             return _made(entry, classes, channels)
-    except ValueError:  # raised by a function that reads values, or by any call of it
+    except ValueError:  # the function reads values, or fails in any case
         return _made(entry, classes, channels)
 
 
@@ -250,7 +250,7 @@ def shapes_of(
 
     Raises:
         ValueError: no network has that name, the network has its own number of classes, the
-            coverage names no layer of the network, or the library refuses a module.
+            coverage names no layer of the network, or the library rejects a module.
     """
     entry = network(name)
     if classes is not None and "classes" not in entry.takes:

@@ -217,7 +217,7 @@ def torchvision_of(version: str) -> str:
 
 
 def drawn(shape: tuple[int, ...], tokens: int | None, generator: torch.Generator) -> Tensor:
-    """Return random inputs of a model: whole numbers below `tokens`, or numbers in float64."""
+    """Return random inputs of a model: integers below `tokens`, or float64 values if it is None."""
     if tokens is not None:
         return torch.randint(tokens, shape, generator=generator)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -238,7 +238,7 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def named_probabilities(outputs: Tensor) -> str:
-    """Return the name of outputs `[batch, classes]` that a softmax made; "" for other outputs."""
+    """Return a name for outputs `[batch, classes]` that come from a softmax; "" for others."""
     for name, shares in (("probabilities", outputs), ("log-probabilities", outputs.exp())):
         sums = shares.float().sum(1)
         if bool((shares >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=0.01):

@@ -33,8 +33,8 @@ class Task:
         targets: returns the targets of inputs and labels: `[n, channels, h, w]` and `[n]` for
             images, or `[n, classes]` for mixed images; or windows of tokens `[n, positions]` and
             the next tokens `[n, positions]`; or volumes and classes `[n, d, h, w]`.
-        measure: the name of the measure. High is good for accuracy and Dice coefficient, low for
-            the error and bits per byte.
+        measure: the name of the measure. Higher is better for accuracy and the Dice coefficient,
+            lower for the error and bits per byte.
         measured: returns the sum of the measure over the examples of outputs and targets; or the
             sums of the values from which the measure is computed.
         inputs: the network takes "tokens", pixels between 0 and 1 ("unit"), or pixels with mean 0

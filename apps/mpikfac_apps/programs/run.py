@@ -47,7 +47,7 @@ def main(
             raised inside `mpikfac.comm.together`.
 
     Raises:
-        SystemExit: with code 2, after a single line about an error that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
 
     def loop(
@@ -159,5 +159,5 @@ def check_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if before.get(name) != value:
             raise ValueError(
                 f"the checkpoint belongs to a run with {name}={before.get(name)}, not {value}; "
-                f"use the same option, or another run_dir"
+                f"use the same value, or another run_dir"
             )

@@ -42,7 +42,7 @@ class Clicks:
 
 
 def read(name: str | None, buckets: int) -> Clicks:
-    """Return the clicks in a file: MovieLens with the suffix .inter, else Criteo's format.
+    """Return the clicks in a file: MovieLens with the suffix .inter, otherwise Criteo's format.
 
     Args:
         name: a path; None for MovieLens-100k in the package recbole.
@@ -187,7 +187,7 @@ def finite(number: str) -> float:
     """Return a number from a file.
 
     Raises:
-        ValueError: it is not a number, or not finite.
+        ValueError: the text is not a finite number.
     """
     value = float(number)
     if not math.isfinite(value):

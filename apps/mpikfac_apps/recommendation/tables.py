@@ -21,8 +21,8 @@ FORWARD, BACKWARD = names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIE
 class Tables:
     """Embedding tables, each on one rank; ranks send row indices and receive rows.
 
-    Tables are placed largest first, on the rank with the fewest rows. The owner steps a table with
-    Adagrad [Duchi et al. 2011], which updates only the rows used in the batch.
+    Tables are placed largest first, on the rank with the fewest rows. The owner updates a table
+    with Adagrad [Duchi et al. 2011], which updates only the rows used in the batch.
 
     Collective over: comm.
 
@@ -111,7 +111,7 @@ class Tables:
         ]
 
     def step(self) -> None:
-        """Step the rows of the rank's tables that have gradients; not collective."""
+        """Update the rows of the rank's tables that have gradients; not collective."""
         with torch.sparse.check_sparse_tensor_invariants(enable=False):  # otherwise, torch warns
             self.optimizer.step()
         self.optimizer.zero_grad()

@@ -4,7 +4,7 @@
     mpirun -n 2 mpikfac train-recommendation --run_dir runs/movies
     mpirun -n 2 mpikfac train-recommendation --optimizer adamw --data day.tsv
 
-The tables are not part of the trainer: Adagrad steps each table on the rank that owns it.
+The tables are not part of the trainer: Adagrad updates each table on the rank that owns it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RecommendationOptions(ProgramOptions):
         data: a file of clicks in chronological order: ratings in RecBole's format (.inter), or rows
             in Criteo's format. null for MovieLens-100k from the package recbole.
         buckets: with Criteo's format, the number of rows per table, to which categories are hashed.
-        tested: the fraction of the clicks, the last ones, that are used for the test.
+        tested: the fraction of the clicks, taken from the end, that is used for the test.
         width: the number of elements in a row of a table.
         bottom: the widths of the hidden layers for the numerical features.
         top: the widths of the hidden layers for the products.
@@ -69,7 +69,7 @@ class RecommendationOptions(ProgramOptions):
 
         Args:
             trained: the number of clicks for training.
-            clicks: the number of all clicks.
+            clicks: the total number of clicks.
 
         Raises:
             ValueError: a rank has no clicks in a step, an epoch has no steps, or the test has no
@@ -82,8 +82,8 @@ class RecommendationOptions(ProgramOptions):
             )
         if not ranks <= self.batch <= trained:
             raise ValueError(
-                f"batch={self.batch} must be at least the {ranks} ranks, and at most the "
-                f"{trained} training clicks"
+                f"batch={self.batch} must be at least the number of ranks ({ranks}), and at most "
+                f"the number of training clicks ({trained})"
             )
 
 
@@ -193,9 +193,9 @@ def shuffled(count: int, seed: int, epoch: int) -> Tensor:
 
 
 def standardised(numbers: Tensor, trained: int) -> Tensor:
-    """Return numbers with mean 0 and variance 1 over the training clicks.
+    """Return the features, scaled to mean 0 and variance 1 over the training clicks.
 
-    A feature that is constant there is only shifted.
+    A feature that is constant over these clicks is only shifted.
     """
     known = numbers[:trained]
     spread = known.std(0)

@@ -178,7 +178,7 @@ def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]
 
 
 def check_steps(steps: int, named: int, end: int, limit: str) -> None:
-    """Raise ValueError if a checkpoint's steps differ, or are beyond the end of the run.
+    """Raise ValueError if a checkpoint's step counts differ, or exceed the end of the run.
 
     Args:
         limit: the option that ends the run.

@@ -42,7 +42,7 @@ class Loop(ABC):
     Attributes:
         unit: the name of the examples in records.
         saver: writes the checkpoints.
-        speed: the time in steps.
+        speed: the time spent in steps.
         votes: what ranks exchange together with the gradients.
         record: the run directory, on rank 0.
     """

@@ -217,7 +217,7 @@ def on_terminal() -> bool:
     """Return whether stderr is a terminal.
 
     Under mpirun, the rank's own streams do not show this: Open MPI makes stderr a pipe, and stdout
-    a terminal even in a batch job. Then the stderr of mpirun itself is decisive.
+    a terminal even in a batch job. In this case, the stderr of mpirun itself is checked.
     """
     if sys.stderr.isatty() or not any(name in os.environ for name in LAUNCHER_VARIABLES):
         return sys.stderr.isatty()

@@ -38,7 +38,7 @@ def start(
         config: returns all options as in a YAML file.
 
     Raises:
-        SystemExit: with code 2, after a single line about an error that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
 
     def work(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:

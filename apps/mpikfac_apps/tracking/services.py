@@ -36,7 +36,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of wandb in RUN/wandb, or on a server with WANDB_MODE=online.
+    """A wandb run in RUN/wandb, or on a server with WANDB_MODE=online.
 
     The step is an ordinary value, because wandb's own steps cannot go back to a checkpoint.
     """
@@ -65,7 +65,7 @@ class Wandb:
 
 
 class MLflow:
-    """A run of MLflow in RUN/mlflow, or on the server of MLFLOW_TRACKING_URI."""
+    """An MLflow run in RUN/mlflow, or on the server of MLFLOW_TRACKING_URI."""
 
     def __init__(self, start: Start) -> None:
         import mlflow

@@ -28,7 +28,7 @@ from mpikfac_apps.training.augmentation.moves import Augmentation, augmented
 from mpikfac_apps.training.calendar import Calendar
 
 SEEN = 1024  # for images in files: how many are used for the mean and variance of pixels
-ROOM = 128  # the minimum capacity for images in files, whatever the batch size
+ROOM = 128  # the minimum capacity for images in files, for any batch size
 WORKERS = 2  # processes per rank
 
 

@@ -68,8 +68,8 @@ def _kinds(names: Collection[str]) -> set[str]:
 def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
     """Check that the momentum in a state is of the kind that the options select.
 
-    That is, of gradients or of directions. `KFAC.load_state_dict` raises errors for the same
-    states, without the names of options.
+    The kinds are momentum of gradients and of directions. `KFAC.load_state_dict` raises errors for
+    the same states, but does not name the options.
 
     Args:
         items: the items of a checkpoint.

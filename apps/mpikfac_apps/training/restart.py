@@ -41,7 +41,7 @@ class Restart:
 
     @property
     def last_step(self) -> int:
-        """The last step that was taken; 0 also before the first step."""
+        """The last step that was taken; also 0 before the first step."""
         return max(0, self.checkpoint.step - 1) if self.checkpoint else 0
 
     def report_carried(self, comm: mpikfac.comm.Comm, trainer: object) -> None:

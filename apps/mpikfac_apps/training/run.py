@@ -54,7 +54,7 @@ class Run(Loop):
     Attributes:
         begun_on: the number of ranks of the run's first start.
         problem: the data, the loss and the test.
-        timetable: what is due at each step.
+        timetable: what is due after each step.
         prepared: the network, with its frozen and split layers.
         model: the network itself.
         training: the trainer, and what the run needs from its kind of training.
@@ -209,7 +209,7 @@ class Run(Loop):
         self._compare_with_first(self.meter.loss)
 
     def numbers(self) -> dict[str, float]:
-        """Return metrics of the training, of troubles and of decompositions; not collective."""
+        """Return the training's metrics, with troubles and decompositions; not collective."""
         numbers = self.training.numbers()
         if self.votes.troubles:
             numbers["troubles"] = self.votes.troubles

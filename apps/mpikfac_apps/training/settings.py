@@ -65,7 +65,7 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     as well.
 
     Raises:
-        ValueError: an option is wrong; the message is one line with key, value and allowed values.
+        ValueError: an option is invalid; the one-line message states key, value and allowed values.
         SystemExit: with code 0, after --help, --help_all or --print_config.
     """
     named = TRAIN.read(argv)
@@ -187,7 +187,7 @@ def of_checkpoint(path: Path) -> RunSettings | None:
 
 
 def of_saved(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
-    """Return the settings of a run, from its checkpoint or else from its config.yaml."""
+    """Return the settings of a run from its checkpoint or, failing that, from its config.yaml."""
     if "settings" in saved:
         of_run = dict(saved["settings"])
         return RunSettings(_given(of_run, saved["open"]), of_run)
@@ -212,8 +212,8 @@ def _given(of_run: Mapping[str, Any], left_open: Mapping[str, Any]) -> dict[str,
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the options that differ between two starts, as "lr 0.1 -> 0.05, ...".
 
-    Options that choose an algorithm come first, and options that only one of the two starts has,
-    which belong to its choices, are counted.
+    Options that choose an algorithm come first. Options that only one of the two starts has,
+    because they belong to its choices, are only counted.
     """
     keys = [key for key in {**now, **before} if key not in OF_A_START]
     differing = [k for k in keys if k in before and k in now and before[k] != now[k]]

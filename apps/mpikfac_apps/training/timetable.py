@@ -10,7 +10,7 @@ from mpikfac_apps.training.calendar import Calendar
 
 
 class Timetable:
-    """Determine what is due at which step, counted from 0, identically on all ranks.
+    """Determine what is due after each step, counted from 0, identically on all ranks.
 
     Attributes:
         steps: the number of steps of the whole run.

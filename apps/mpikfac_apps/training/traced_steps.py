@@ -1,6 +1,7 @@
 """Record the stages of some steps of a run, and write them to files after the last one.
 
-RUN/trace.json.gz opens in https://ui.perfetto.dev or chrome://tracing; RUN/stages.json has means.
+RUN/trace.json.gz opens in https://ui.perfetto.dev or chrome://tracing; RUN/stages.json contains
+means.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Recording:
             log.info("messages of these steps, in ms:\n%s", "\n".join(lines))
         if _steps(self.directory / "stages.json") > len(means["steps"]):
             log.info(
-                "stages.json and trace.json.gz have more steps from an earlier start and are kept"
+                "stages.json and trace.json.gz contain more steps of an earlier start and are kept"
             )
             return
         picture = json.dumps(mpikfac.timeline.chrome_trace(ranks, columns))

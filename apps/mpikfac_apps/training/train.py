@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Collective over: world.
 
     Raises:
-        SystemExit: with code 2, after a single line about an error that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
 
     def work(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
@@ -70,7 +70,7 @@ def tell_of_threads(rank: int) -> None:
 def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
     """Train, or serve the ranks that train; return the exit code.
 
-    If ranks are lost, the remaining ranks start again, if the options allow it.
+    If ranks are lost and the options allow it, the remaining ranks start again.
 
     Collective over: comm.
     """

@@ -54,7 +54,7 @@ def pieces(buffer: Any, start: int, stop: int, count: int) -> Iterator[Any]:
 
 
 def synchronize(buffer: Any) -> None:
-    """Wait for the kernels that fill a device buffer: DLPack passes only a pointer."""
+    """Wait for the kernels that fill a device buffer, because DLPack passes only a pointer."""
     if isinstance(buffer, Tensor) and not buffer.is_cpu:
         torch.accelerator.current_stream(buffer.device).synchronize()
 
@@ -70,7 +70,7 @@ class Buffers:
 
     @contextmanager
     def of(self, flat: Tensor, stage: str, summed: bool = True) -> Iterator[Any]:
-        """Yield a buffer that MPI reads and writes in place of `flat`; `stage` times the copies."""
+        """Yield a buffer that MPI uses in place of `flat`; copies are timed as part of `stage`."""
         by_host = summed and flat.dtype not in SUMMABLE  # mpikfac's own operation runs on the host
         if not flat.is_cpu and self._direct and not by_host:
             synchronize(flat)
@@ -96,7 +96,7 @@ class Buffers:
     @contextmanager
     def both(self, sent: Tensor, received: Tensor, stage: str) -> Iterator[tuple[Any, Any]]:
         """Yield the buffers that MPI reads in place of `sent` and fills for `received`."""
-        if sent.is_cpu:  # `numpy()` would freeze the size of a program's tensor permanently
+        if sent.is_cpu:  # `numpy()` would permanently fix the size of a program's tensor
             yield np.from_dlpack(sent), received.numpy()
             return
         if self._direct:

@@ -45,7 +45,7 @@ def _reduce(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> N
 def _reduce_scatter(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffers) -> None:
     total = sum(stop - start for start, stop in message.spans)
     turns = -(-total // PIECE)
-    for turn in range(turns):  # each round has the same fraction of every span
+    for turn in range(turns):  # each round reduces the same fraction of every span
         spans = [_share(span, turn, turns) for span in message.spans]
         start, stop = spans[comm.rank]
         counts = [stop - start for start, stop in spans]
@@ -139,7 +139,7 @@ COPIES = ("Allgatherv", "Bcast", PASSED)
 
 
 def sent_elements(message: Message, rank: int) -> int:
-    """Return how many elements of a message member `rank` of its communicator passes to MPI."""
+    """Return how many elements of a message member `rank` of the communicator passes to MPI."""
     if message.primitive == PASSED:
         return sum(m.size for m in passed(message.spans, message.to) if m.source == rank)
     silent = message.primitive == "Bcast" and rank != message.root

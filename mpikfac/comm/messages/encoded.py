@@ -25,10 +25,10 @@ class Encoded:
     """Execute messages that have a codec, except for reductions that MPI computes itself.
 
     Attributes:
-        memory: what a rank keeps for the next step. Under a stage: the residuals of the stage's
-            arena, which are encoding errors that are added to the next message. Under a stage and
-            LATER: the velocity of values that have not been sent yet. Under a stage, a span and
-            LAST: the last reduction of a message's codec.
+        memory: what a rank keeps for the next step, by key. `stage`: the residuals of the stage's
+            arena, which are the encoding errors that are added to the next message. `(stage,
+            LATER)`: the velocity of values that have not been sent yet. `(stage, span, LAST)`: the
+            result of the last reduction of a message's codec.
     """
 
     def __init__(self, direct: bool, memory: dict[Hashable, Tensor] | None = None) -> None:
@@ -150,7 +150,7 @@ class Encoded:
         return encode(flat[part], codec, residuals[part], velocity)
 
     def _memory_of(self, name: Hashable, like: Tensor) -> Tensor:
-        """Return the memory stored under a name, initially zeros."""
+        """Return the memory stored under a name; it starts as zeros."""
         if name not in self.memory:
             self.memory[name] = torch.zeros_like(like)
         return self.memory[name]

@@ -20,7 +20,7 @@ from mpikfac.errors import UserError
 from mpikfac.plan import BATCH
 
 PAUSE = 1e-4  # seconds before the ranks try again if no message is ready on all of them
-PATIENCE = 60.0  # seconds in which no piece is sent, after which `close` stops waiting
+PATIENCE = 60.0  # `close` stops waiting after this many seconds without a sent piece
 
 
 class Piece(NamedTuple):
@@ -80,7 +80,7 @@ class Outbox:
         letter = Letter(urgency, list(pieces), len(pieces))
         with self._changed:
             if self._closed:
-                raise RuntimeError(f"message {number} comes after close(): no step may follow it")
+                raise RuntimeError(f"message {number} comes after close(); take no steps after it")
             if number in self._letters:
                 raise ValueError(f"message {number} is already being sent")
             self._letters[number] = letter
@@ -112,8 +112,8 @@ class Outbox:
         """End the thread once all messages are sent.
 
         Raises:
-            UserError: other ranks do not send a message of this rank, as after an error on one of
-                them.
+            UserError: other ranks never send one of this rank's messages, for example after an
+                error on one of them.
         """
         with self._changed:
             self._closed = True

@@ -58,8 +58,8 @@ class OverlappedSums:
         """
         if block in self.ready_blocks:
             raise RuntimeError(
-                f"{block!r} was sent before this backward pass; with overlap=True a step has one "
-                f"backward pass, in which a layer is used once; after a step that raised an error, "
+                f"{block!r} was sent before this backward pass; with overlap=True a step needs one "
+                f"backward pass that uses each layer once; after a step that raised an error, "
                 f"call trainer.load_state_dict(trainer.state_dict()) on all ranks"
             )
         self.ready_blocks.add(block)
@@ -76,7 +76,7 @@ class OverlappedSums:
         self.ready_blocks.clear()
 
     def abort_batch(self, world: MPI.Intracomm) -> None:
-        """Drop a batch that no step uses, on all ranks if any of them has sent a block of it.
+        """Drop a batch that no step uses; if any rank has sent a block of it, send all of it.
 
         Collective over: world.
         """
@@ -143,12 +143,12 @@ class ProgressThread:
         Collective over: world.
 
         Raises:
-            UserError: other ranks do not send a message of this rank.
+            UserError: other ranks never send one of this rank's messages.
         """
         self._outbox.close()
 
     def _ask(self, numbers: list[int]) -> Callable[[], list[int]]:
-        """Start to determine which messages are in `numbers` on all ranks."""
+        """Start determining which messages are in `numbers` on all ranks."""
         # A single array, kept alive by `answer`, because mpi4py does not keep an operation's
         # buffers.
         ready, everywhere = np.zeros((2, self._numbered), np.uint8)

@@ -32,8 +32,8 @@ class Patient:
         """Reduce to all members.
 
         For an in-place reduction, Open MPI uses a tree, whose root sends the values log2(size)
-        times. With separate buffers of at least 64 KiB, it reduces by equal shards, and no member
-        sends more than twice the size of the buffer.
+        times. With separate buffers of at least 64 KiB, each member reduces an equal shard,
+        and no member sends more than twice the size of the buffer.
         """
         if sent is MPI.IN_PLACE:
             sent = np.asarray(received).copy()

@@ -1,4 +1,4 @@
-"""Aggregate all ranks' vectors by a robust rule; each rank combines a shard of all vectors."""
+"""Aggregate all ranks' vectors with a robust rule; each rank combines one shard of all vectors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Combiner:
         self.rules: dict[str, ByVector] = {}
 
     def prepare(self, dealt: Iterable[Message], rank: int, dtype: torch.dtype) -> None:
-        """Initialise the rules that need whole vectors; `dealt` holds the messages with shards."""
+        """Initialise the rules that need whole vectors; `dealt` are their messages."""
         for message in dealt:
             rule, ranks = message.rule, len(message.spans)
             assert isinstance(rule, Aggregation)

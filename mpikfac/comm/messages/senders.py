@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpikfac.comm.grid import Grid
 
 Turns = Mapping[Any, Sequence[Message]]
-"""The messages of an arena, by round of a refresh; the key None stands for all layers."""
+"""The messages of an arena, by slot of a refresh; the key None stands for all layers."""
 
 
 class Sender:
@@ -53,7 +53,7 @@ class Sender:
 
     @property
     def nbytes(self) -> int:
-        """The bytes stored in addition to the arena."""
+        """The number of bytes stored in addition to the arena."""
         return 0
 
     def ready(self, *names: str) -> None:
@@ -87,7 +87,7 @@ class Sender:
         self.grid.exchange(self.messages[turn], self.arena.flat)
 
     def abort_batch(self) -> None:
-        """Drop the sender's data of a batch that no step uses.
+        """Drop the sender's data for a batch that no step uses.
 
         Collective over: world if the sender is early, otherwise none.
         """
@@ -160,7 +160,7 @@ class InOrder(Sender):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the parts."""
+        """The number of bytes that the parts take."""
         return self._parts.nbytes
 
     def accumulate(self) -> None:

@@ -31,13 +31,13 @@ class Bases(Part):
 
     Attributes:
         preconditioners: the layers' preconditioners by name, with the run's preconditioner first.
-        arena: blocks of decompositions, with a segment for each worker of the column.
+        arena: the blocks of decompositions, with one segment for each worker in the column.
         scales: estimates of the products of eigenvalues `[outputs, inputs]`, by layer; only the
             preconditioner's own part writes them.
-        stacks: the layers that this rank preconditions, with their decompositions; on a GPU, equal
-            layers form one stack.
+        stacks: the layers that this rank preconditions, with their decompositions; on a GPU,
+            layers of the same kind and shape form one stack.
         ready: whether the rank has decompositions.
-        turn: the round of the refresh to be published next; None for all layers.
+        turn: the slot whose decompositions are published next; None for all layers.
         decomposer: decomposes the rank's factors.
     """
 
@@ -87,7 +87,7 @@ class Bases(Part):
     def _alike(self) -> list[list[PlannedLayer]]:
         """Return the layers to precondition, in lists of equal layers; on a CPU, one per list.
 
-        On a GPU, launching a small kernel takes as long as the kernel itself.
+        Stacks save time on a GPU, where launching a small kernel takes as long as running it.
         """
         kinds: dict[Hashable, list[PlannedLayer]] = {}
         for layer in self.plan.preconditioned:
@@ -106,7 +106,7 @@ class Bases(Part):
         return Held(a, g, denominators, scales)
 
     def _side(self, layers: Sequence[PlannedLayer], side: str, kind: str) -> list[Tensor]:
-        """Return the block of a kind for every factor of a side, or a stack for equal layers."""
+        """Return every factor's block of a kind, for a side; equal layers' blocks as one stack."""
         of_layers = [
             [b.name for f in layer.side(side) for b in f.blocks if b.kind == kind]
             for layer in layers
@@ -134,10 +134,10 @@ class Bases(Part):
         turn: int | None = None,
         warn: Warn = list,
     ) -> None:
-        """Start to decompose the rank's factors: all of them, or those of a round of the refresh.
+        """Start decomposing the rank's factors: all of them, or those of one slot of the refresh.
 
         Args:
-            factors: packed, by name.
+            factors: the packed factors, by name.
             warn: called with the layers whose factors have rounding errors that exceed the damping.
         """
         self.turn = turn
@@ -154,7 +154,7 @@ class Bases(Part):
         ]
         arguments = factors, damping, self.relative, self.site.dtype
         errors = errors_of(plain, *arguments)
-        precise = {f.name: not error <= HARMLESS for f, error in errors.items()}  # NaN as well
+        precise = {f.name: not error <= HARMLESS for f, error in errors.items()}  # also if NaN
         warn([factor.layer for factor, error in errors.items() if error > COARSE])
         damped = [d for d in decompositions if d.factor.preconditioner.damped]
         added = damping_added(damped, *arguments, self.site.flags, warn)
@@ -168,7 +168,7 @@ class Bases(Part):
         return self._pending is not None
 
     def due(self, step: int) -> bool:
-        """Return whether pending decompositions are to be used at `step`."""
+        """Return whether the pending decompositions should be used from `step` on."""
         return self.pending and step >= self._due
 
     def take(self, step: int) -> int:
@@ -198,7 +198,7 @@ class Bases(Part):
         return sum(name in first and factor_of[name] not in failed for name in blocks)
 
     def publish(self) -> None:
-        """Send the decompositions to the workers of their layers, and start to use all of them.
+        """Send the decompositions to the workers of their layers, and start using all of them.
 
         Collective over: column.
         """
@@ -206,7 +206,7 @@ class Bases(Part):
         self.refresh()
 
     def refresh(self) -> None:
-        """Start to use the new content of the arena."""
+        """Start using the new content of the arena."""
         self.ready = True
         self.rescaled()
 
@@ -250,7 +250,7 @@ class Bases(Part):
         return {PRECONDITIONER: self.plan.preconditioners} if self.ready else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the arena and, after waiting for them, pending decompositions, by name."""
+        """Wait for pending decompositions, and return them and the arena, by name."""
         state = super().state_dict()
         if self._pending is not None:
             finished = self._pending()
@@ -261,9 +261,9 @@ class Bases(Part):
         return state
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names of a complete state of all ranks, as far as `names` determine them."""
+        """Return the names that a state with `names` must have to be complete."""
         complete = super().complete(names)
-        if complete and DUE in names:  # the round's blocks, even if a tolerance keeps some
+        if complete and DUE in names:  # all blocks of the slot, also kept ones
             turns = {DECOMPOSITIONS + b.name: f.turn for f in self.plan.factors for b in f.blocks}
             begun = {turns[name] for name in names if name in turns}
             turn = begun.pop() if len(begun) == 1 else None
@@ -285,7 +285,7 @@ class Bases(Part):
         """Load the `needed` items of a state, after `reset`.
 
         Pending decompositions are published together with all others, because layers can belong to
-        different rounds than in the saved run.
+        different slots than in the saved run.
         """
         if PRECONDITIONER not in names:
             return

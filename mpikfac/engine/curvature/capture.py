@@ -1,4 +1,4 @@
-"""Replay all kernels that a region of a step launched in an earlier step, with a single call.
+"""Replay, with a single call, all kernels that a region of a step launched in an earlier step.
 
 A region launches many small kernels, and a GPU can finish one before the host has launched the next
 one. A graph contains all kernels of a region, with the addresses and host values at the time of
@@ -60,14 +60,14 @@ class Captured:
 
 
 def cuda_graph(compute: Callable[[], None]) -> Callable[[], None]:
-    """Run `compute` as a CUDA graph, and return its replay; if that fails, run it eagerly."""
+    """Run `compute` as a CUDA graph, and return its replay; if recording fails, run it eagerly."""
     try:
         graph = torch.cuda.CUDAGraph()
         # Other threads can use the device at the same time.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             compute()
     except RuntimeError as error:
-        log.warning("directions run without a CUDA graph: %s", str(error).partition("\n")[0])
+        log.warning("directions do not use a CUDA graph: %s", str(error).partition("\n")[0])
         compute()
         return compute
     graph.replay()

@@ -1,6 +1,6 @@
 """Decide where factors are decomposed and when the results are ready.
 
-The results do not depend on the decomposer. The settings of the refresh select it: it runs
+The results do not depend on the decomposer. The settings of the refresh determine whether it runs
 immediately, in a thread of the rank, or on ranks that do not train.
 """
 
@@ -49,11 +49,11 @@ class FactorRequest(NamedTuple):
     """Factors to decompose, with their current values.
 
     Attributes:
-        packed: the factors, by name.
-        added: the damping that is part of the decomposition, by name, for the factors that have
-            one.
+        packed: the packed factors, by name.
+        added: the damping that is added before the decomposition, by name, for the factors whose
+            preconditioner needs this.
         precise: whether a factor is decomposed in float64, by name.
-        turn: the round of the refresh; None for all layers.
+        turn: the slot of the refresh; None for all layers.
         first: whether no decomposition is in use yet.
     """
 
@@ -86,7 +86,7 @@ class AtOnce:
 
     Args:
         arena: holds all decompositions on the rank.
-        factor_of: the factor's name for each block that the rank decomposes.
+        factor_of: the name of the factor to which each of the rank's blocks belongs.
     """
 
     def __init__(self, site: Site, arena: Arena, factor_of: Mapping[str, str]) -> None:
@@ -94,7 +94,7 @@ class AtOnce:
         self._tolerance = site.plan.strategy.refresh.tolerance
 
     def start(self, request: FactorRequest) -> Ready:
-        """Start to decompose, and return a function that waits for the blocks.
+        """Start decomposing, and return a function that waits for the blocks.
 
         Collective over: none.
         """
@@ -153,7 +153,7 @@ class AtOnce:
     def _in_stacks(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]
     ) -> tuple[Blocks, set[str]]:
-        """Decompose on a GPU, one call per order; return the blocks and the finite factors."""
+        """Decompose on a GPU, with one call per order; return the blocks and the finite factors."""
         if self.site.device.type == "cpu":
             return {}, set()
         blocks: Blocks = {}
@@ -182,7 +182,7 @@ class InBackground(AtOnce):
         self._thread = Background(site.device)
 
     def start(self, request: FactorRequest) -> Ready:
-        """Start to decompose copies of the factors; return a function to wait for the blocks."""
+        """Start decomposing copies of the factors; return a function that waits for the blocks."""
         if request.first:
             return super().start(request)
         copies = {name: factor.clone() for name, factor in request.packed.items()}
@@ -201,7 +201,7 @@ class Background:
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def start(self, function: Callable[[], Result]) -> Callable[[], Result]:
-        """Run `function` in the thread; return a function to wait for its result or error.
+        """Run `function` in the thread; return a function that waits for its result or error.
 
         Tensors that `function` uses must not change in the meantime.
         """
@@ -218,7 +218,7 @@ class Background:
 
 
 class FactorStack(NamedTuple):
-    """Factors with the same preconditioner and order, for a single call; on a CPU, one factor each.
+    """Factors with the same preconditioner and order, for a single call; one factor on a CPU.
 
     Attributes:
         packed: the factors, `[factors, ...]`, in the dtype in which they are decomposed.

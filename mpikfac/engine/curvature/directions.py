@@ -33,8 +33,8 @@ class Directions(Part):
         slots: the layers with directions in the arena.
         graft: sets the lengths of directions.
         scale: the multiplier of the last step's directions, `[1]`.
-        expected: the change of the loss, summed over ranks, that the quadratic model predicts,
-            `[1]`; here, only the contribution of the layers with directions on this rank.
+        expected: the change in the loss, summed over ranks, that the quadratic model predicts,
+            `[1]`; it covers only the layers whose directions this rank has.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Directions(Part):
             self.expected = expected
 
     def reduction_ratio(self, loss_before: float, loss_after: float) -> float | None:
-        """Return the change of the mean loss over ranks, relative to the predicted change.
+        """Return the change in the mean loss over ranks, relative to the predicted change.
 
         Returns None if the prediction is 0.
 
@@ -173,7 +173,7 @@ class Directions(Part):
         return ({DAMPING: adapted.damping} if adapted else {}) | ({SEEN: seen} if seen else {})
 
     def in_state(self, names: Collection[str]) -> list[Item]:
-        """Return the items of the kinds in a state with `names`; others start from scratch."""
+        """Return the items whose kinds occur in a state with `names`; others start from scratch."""
         kinds = {name.partition("/")[0] for name in names}
         return [item for item in self.items() if item.name.partition("/")[0] in kinds]
 
@@ -211,7 +211,7 @@ class Directions(Part):
     def _finite(self) -> list[Layer]:
         """Return the layers with directions in the arena and finite gradients.
 
-        Other layers are not stepped, and would make the sums NaN.
+        Other layers are not updated, and would make the sums NaN.
         """
         broken = self.gradients.broken
         return [layer for layer in self._layers if layer.name not in broken]

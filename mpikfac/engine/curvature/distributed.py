@@ -66,7 +66,7 @@ OF_PRECONDITIONER = (
 
 
 class DistributedPreconditioner(Method):
-    """Precondition averaged gradients by distributed K-FAC.
+    """Precondition averaged gradients with distributed K-FAC.
 
     Attributes:
         factors: averages of factors over ranks and over time.
@@ -113,7 +113,7 @@ class DistributedPreconditioner(Method):
         self.hooks = RecordingHooks(model, self.moments)
         self.directions = Directions(gradients, self.bases, model, optimizer, settings)
         self._cautions = Cautions()
-        # Factors first: no thread must reduce the statistics of a batch that is dropped.
+        # Factors come first, so that no thread reduces the statistics of a dropped batch.
         self.parts: Sequence[Part] = (
             *(self.factors, self.moments, self.hooks),
             *(self.bases, *self.of_preconditioner, self.directions),
@@ -130,7 +130,7 @@ class DistributedPreconditioner(Method):
         return self.moments.examples
 
     def numbers(self, step: int) -> Numbers:
-        """Return the hyperparameters in effect at a step."""
+        """Return the hyperparameters for a step."""
         return self.settings.at(step, self.plan.strategy.refresh.stagger)
 
     def compared(self, numbers: Numbers) -> dict[str, object]:
@@ -190,7 +190,7 @@ class DistributedPreconditioner(Method):
             self._average_statistics(numbers)
             self._see()
         if numbers.refreshes or not self.bases.ready:
-            self._publish_bases(numbers.step)  # of the previous interval, if not in use yet
+            self._publish_bases(numbers.step)  # those of the previous interval, if not in use yet
             self._decompose_owned(numbers)
         if self.bases.due(numbers.step):
             self._publish_bases(numbers.step)
@@ -199,7 +199,7 @@ class DistributedPreconditioner(Method):
     def _average_statistics(self, numbers: Numbers) -> None:
         """Average the batch's statistics over ranks and over time."""
         weight = self.gradients.weight_of_statistics
-        if not self.factors.sender.in_parts and self.gradients.weight:  # or nothing is left to do
+        if not self.factors.sender.in_parts and self.gradients.weight:  # else nothing is left to do
             self._finish_statistics()
             self.factors.send_rest()
         for part in self.of_preconditioner:
@@ -253,7 +253,7 @@ class DistributedPreconditioner(Method):
         )
 
     def _decompose_owned(self, numbers: Numbers) -> None:
-        """Start to decompose the rank's factors: all, or those of one round of the refresh."""
+        """Start decomposing the rank's factors: all, or those of one slot of the refresh."""
         step, damping = numbers.step, numbers.damping
         in_float32 = self.gradients.arena.flat.dtype == torch.float32
         if in_float32 and not self.settings.damping.is_relative:
@@ -278,7 +278,7 @@ class DistributedPreconditioner(Method):
     def direct(self, numbers: Numbers) -> None:
         """Precondition averaged gradients, and write the directions to the model.
 
-        Collective over: row; also world if the step is clipped or with a `QuadraticModel`.
+        Collective over: row; also world if the step is clipped or uses a `QuadraticModel`.
         """
         self.make_directions(numbers)
         self.gradients.write(self.directions.slots)
@@ -349,7 +349,7 @@ class PreconditionerFactory(MethodFactory):
     """The choices of K-FAC: settings, estimator, preconditioners and coverage.
 
     Args:
-        preconditioners: the run's preconditioner, and those that rules name.
+        preconditioners: the run's preconditioner, and those that rules select.
     """
 
     def __init__(
@@ -381,9 +381,9 @@ class PreconditionerFactory(MethodFactory):
         """Plan the communication, and check that choices, ranks and optimizer are compatible.
 
         Raises:
-            ValueError: two choices exclude each other, the number of curvature servers is not that
-                of the strategy, a layer is not in the optimizer, or the optimizer lacks a learning
-                rate that a choice needs.
+            ValueError: two choices exclude each other, the number of curvature servers
+                differs from the strategy's, a layer is not in the optimizer, or the optimizer
+                lacks a learning rate that a choice needs.
         """
         plan = self._planned(model, strategy, team.trains.size)
         check_joins(team.intercomm, plan.strategy.refresh.servers)

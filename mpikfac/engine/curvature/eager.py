@@ -1,4 +1,4 @@
-"""Let models compiled by `torch.compile` run eagerly for a time."""
+"""Temporarily run models compiled by `torch.compile` eagerly."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class EigenbasesGraft(AdamGraft):
     """Take Adam's step with momentum, in each layer's eigenbases.
 
     Momenta are stored in the basis of the weights. When bases change, averages of squares are not
-    converted. Uncovered parameters take Adam's step, with the same decay of averages.
+    converted. Uncovered parameters take Adam's step; its averages use the same decay.
     """
 
     KIND, DECAY = ROTATED, 0.95  # as published
@@ -52,7 +52,7 @@ class EigenbasesGraft(AdamGraft):
             _copy_finite(damped_squares(rotated, stack.held).sqrt(), sizes)
 
     def write(self, found: Sequence[Tensor]) -> None:
-        """Write Adam's steps, from momenta in eigenbases, as directions."""
+        """Write Adam's steps, computed from momenta in eigenbases, as directions."""
         for stack, rotated in zip(self.stacks, found):
             _copy_finite(rotated, stack.direction)
         super().write(found)
@@ -71,10 +71,10 @@ def _layers(stack: Stack) -> Sequence[Tensor]:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a single tensor unchanged, or equal tensors as a stack."""
+    """Return a single tensor unchanged, or several tensors of equal shape as a stack."""
     return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
 def _copy_finite(source: Tensor, out: Tensor) -> None:
-    """Copy finite values to `out`, and 0 for all others, which occur if bases are missing."""
+    """Copy finite values to `out`; all others, which occur if bases are missing, become 0."""
     torch.nan_to_num(source, 0.0, 0.0, 0.0, out=out)

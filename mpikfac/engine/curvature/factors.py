@@ -88,9 +88,9 @@ def leave_out_broken(
 class Factors(Part):
     """The factors on this rank, averaged over ranks whenever a batch has statistics.
 
-    Every example has the same weight, whatever its rank: a batch's factors are sums over examples,
+    Examples have the same weight on all ranks: a batch's factors are sums over examples,
     which are all-reduced together with the numbers of examples, and averages over time weight
-    batches by these numbers. If a batch has no examples for a layer, its average is kept.
+    batches by these numbers. If a batch has no examples for a layer, the layer's averages are kept.
 
     Attributes:
         statistics: the rank's sums over a batch, and their numbers of examples. They are zero
@@ -143,7 +143,7 @@ class Factors(Part):
         return name if self.averages.flat.is_cpu else self.averages[name].shape
 
     def _stacks_of(self, names: Sequence[str], weights: Tensor) -> Iterator[Running]:
-        """Yield running averages of the same form as a stack, or one by one if not contiguous."""
+        """Yield running averages of the same form, as a stack if contiguous, else one by one."""
         total, average = self.statistics.stack(names), self.averages.stack(names)
         count = self.statistics.stack([self._factors[name].counted for name in names])
         if total is None or count is None or average is None:
@@ -193,13 +193,13 @@ class Factors(Part):
         for name in names:
             sums = values[..., self.statistics.span(name)]
             sums /= scale
-            # Twice, because the square of the scale can overflow in this dtype.
+            # Divide twice, because the square of the scale can overflow in this dtype.
             if not self._factors[name].preconditioner.vector:
                 sums /= scale
         return all_finite(values)
 
     def average(self, decay: float, step: int) -> None:
-        """Merge a batch's factors into the averages; if overlapped, at the next `settle`.
+        """Merge a batch's factors into the averages; with overlap, at the next `settle`.
 
         Collective over: world.
         """
@@ -241,7 +241,7 @@ class Factors(Part):
         leave_out_broken(self.statistics.flat, running, self.site.flags, report)
 
     def _answers_for(self, factor: Factor) -> bool:
-        """Return whether this rank counts a factor that is not finite."""
+        """Return whether this rank counts the times that a factor is not finite."""
         return factor.owner == self.plan.rank
 
     def _merge(self, decay: float) -> None:
@@ -256,7 +256,7 @@ class Factors(Part):
         """Return averages over ranks and time of the factors that this rank decomposes.
 
         Args:
-            turn: the round of the refresh; None for all layers.
+            turn: the slot of the refresh; None for all layers.
 
         Collective over: world.
         """
@@ -278,7 +278,7 @@ class Factors(Part):
         self.lacking = not self._starts_at_identity
 
     def abort_batch(self) -> None:
-        """Drop what the sender holds of a batch, after the previous one is merged.
+        """Merge the previous batch, and drop the sender's part of the current one.
 
         Collective over: world if statistics are overlapped, otherwise none.
         """
@@ -327,7 +327,7 @@ class Factors(Part):
                 raise ValueError(
                     f"item 'kfac/{held[0]}' is missing; its layer was frozen, or had different "
                     f"factors, when the state was saved: freeze the layer before K-FAC is "
-                    f"created, or use the fisher_type and the rule of the state"
+                    f"created, or use the same fisher_type and rule as in that run"
                 )
             items += of_factor
         return items
@@ -387,7 +387,7 @@ class LateFactors(Factors):
         return True
 
     def whole(self, turn: int | None = None) -> Arena:
-        """Return averages over ranks and time, of all layers or one round, valid until `release`.
+        """Return averages over ranks and time, of all layers or one slot, valid until `release`.
 
         Collective over: world.
         """
@@ -440,7 +440,7 @@ class LateFactors(Factors):
         self._at_identity = list(saved)
 
     def _saves(self, factor: Factor) -> bool:
-        """Return whether this rank saves a factor, which its owner does."""
+        """Return whether this rank owns a factor, and therefore saves it."""
         return factor.owner == self.plan.rank
 
 

@@ -45,7 +45,7 @@ class Stack:
             inputs]` for several layers.
         matrix: whether a layer maps vectors to vectors, so that a direction has singular values.
         apart: the sizes of the parts of the smaller side that are orthogonalised separately.
-        each: the shape with which one value per layer is broadcast over a tensor of the stack.
+        each: the shape that broadcasts one value per layer over a tensor of the stack.
     """
 
     names: Sequence[str]
@@ -64,8 +64,8 @@ class Graft:
         stacks: the layers that this rank preconditions.
         sources: the gradients to precondition, for each stack.
         apart: pairs for copying gradients to those sources that are not views of their arena.
-        uncovered: the uncovered parameters that get steps in the arena of gradients.
-        predicted: whether K-FAC's quadratic model predicts the change of the loss.
+        uncovered: the uncovered parameters whose steps replace their gradients in the arena.
+        predicted: whether K-FAC's quadratic model predicts the change in the loss.
     """
 
     predicted = True
@@ -137,7 +137,7 @@ class Graft:
             stack.direction.mul_(scale.view(stack.each))
 
     def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the norm of every layer, `[layers]`, in one tensor per stack."""
+        """Return the norm of every layer, `[layers]`, for one tensor per stack."""
         layers = [x.unbind() if n > 1 else (x,) for x, n in zip(tensors, self._counts)]
         return norms(list(itertools.chain(*layers)))
 
@@ -145,7 +145,7 @@ class Graft:
         """Change the gradients in the model, once all directions are available.
 
         Returns:
-            The predicted change of the loss, summed over ranks, `[1]`; None if nothing changes.
+            The predicted change in the loss, summed over ranks, `[1]`; None if no gradients change.
 
         Collective over: world with a `QuadraticModel`, otherwise none.
         """
@@ -201,7 +201,7 @@ class AdamGraft(Graft):
         self._momenta, self._means = gradients.site.arena(layout), gradients.site.arena(layout)
         if grafting.momentum:
             self.sources, self.apart = [together(self._means, x.names) for x in stacks], []
-        steps = gradients.arena | self._means  # of uncovered parameters
+        steps = gradients.arena | self._means  # the steps of uncovered parameters
         self._numerators = [gradients.arena[name] for name in layers]
         self._numerators += [steps[name] for name in uncovered]
 
@@ -210,7 +210,7 @@ class AdamGraft(Graft):
         self._adam.count(self.gradients.broken)
 
     def key(self) -> Hashable:
-        """Return divisors of averages, addresses of weights, and what the optimizer steps."""
+        """Return divisors of averages, addresses of weights, and the optimizer's parameters."""
         own, places = members(self.optimizer), [weight.data_ptr() for weight in self._weights]
         stepped = [slot.block.parameters[0] in own for slot in self.uncovered]
         return self._adam.even, *places, *stepped
@@ -230,11 +230,11 @@ class AdamGraft(Graft):
             nesterov([self._means[name] for name in sound], momenta, momentum)
 
     def write(self, found: Sequence[Tensor]) -> None:
-        """Write directions with the lengths of Adam's steps; step uncovered parameters with Adam.
+        """Write directions with the lengths of Adam's steps, and steps for uncovered parameters.
 
         Lengths are at most `max_trust_ratio` times the norm of the layer's weights; there is no
-        limit if the weights are all 0, so that the layer can start to learn. Parameters that
-        another optimizer steps keep their gradients.
+        limit if the weights are all 0, so that the layer can start learning. Parameters that
+        another optimizer updates keep their gradients.
         """
         steps = self._adam.take(self._numerators)
         super().write(self.turned(found, steps))
@@ -289,9 +289,9 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 
 def _table(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the indices of consecutive groups of `counts` members as rows, padded with the total.
+    """Return the indices of consecutive groups of sizes `counts` as rows, padded with the total.
 
-    Sums over rows have the same order on all devices; `index_add_` has no fixed order on a GPU.
+    Rows are summed in the same order on all devices; `index_add_` has no fixed order on a GPU.
     """
     ends = list(itertools.accumulate(counts))
     most, end = max(counts, default=0), sum(counts)

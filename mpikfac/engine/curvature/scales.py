@@ -24,13 +24,13 @@ from mpikfac.numerics import all_finite, products_of_values, squares_in_bases
 from mpikfac.plan import count_of, scales
 from mpikfac.plan.names import DECOMPOSITIONS, DUE, PRECONDITIONER, SCALE_WEIGHTS, SCALES
 
-CHUNK = 2**20  # elements of examples' vectors and gradients squared at once
+CHUNK = 2**20  # how many elements of vectors and gradients to square at once
 
 
 class Scales(PreconditionerPart):
     """The scales of those layers whose preconditioner estimates them.
 
-    Whenever a layer has new bases, its scales start as products of the eigenvalues, with the weight
+    Whenever a layer gets new bases, its scales start as products of eigenvalues, with the weight
     of the factors' averages. Batches are merged into scales in the same way as into the factors'
     averages. The batch of a step with new bases is lost, because it was recorded in the previous
     bases.
@@ -54,7 +54,7 @@ class Scales(PreconditionerPart):
         self._running = {name: self._running_of(name) for name in self.averages}
         self._messages = scales.reduce_scales(site.plan)
         self._recorded: set[str] = set()  # layers that have bases, and therefore scales
-        self._awaited: set[str] | None = None  # those that wait for new bases; None: see `restart`
+        self._awaited: set[str] | None = None  # layers waiting for new bases; None: see `restart`
 
     def _running_of(self, name: str) -> Running:
         total, count = self.sums[name], self.sums[count_of(name)]
@@ -75,8 +75,8 @@ class Scales(PreconditionerPart):
 
         Args:
             layer: the layer; with a `group`, only that group was called.
-            x: the inputs, `prepared`.
-            g: the gradients of the mean loss at the layer's outputs.
+            x: the inputs, after `prepared`.
+            g: the gradients of the mean loss with respect to the layer's outputs.
         """
         if layer.name not in self._recorded or not len(g):
             return
@@ -129,7 +129,7 @@ class Scales(PreconditionerPart):
         self.bases.rescaled()
 
     def restart(self, weights: Mapping[str, Tensor], turn: int | None) -> None:
-        """Restart the scales of layers with new bases: all layers, or those of round `turn`.
+        """Restart the scales of layers with new bases: all layers, or those of slot `turn`.
 
         Args:
             weights: the weights of the factors' averages.
@@ -165,8 +165,8 @@ class Scales(PreconditionerPart):
             return
         super().load_state_dict(state, names)
         self._record_all()
-        # Pending bases can be those of a single round, and layers can now belong to different
-        # rounds.
+        # Pending bases can be those of a single slot, and layers can now belong to different
+        # slots.
         if DUE in names:
             begun = {
                 DECOMPOSITIONS + block.name: layer.name

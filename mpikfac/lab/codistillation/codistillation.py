@@ -19,13 +19,13 @@ from mpikfac.numerics import Arena, all_finite, copy_all
 from mpikfac.plan import check_count, check_divides, check_size, gathers, lay_out, names
 from mpikfac.trace import Trace
 
-# Names of items of the state.
+# Names of state items.
 STEPS = "codistillation/steps"
 PEERS = "codistillation/peers/"
 
 
 class Codistillation:
-    """Train one model per group of ranks, which also learns from the predictions of its peers.
+    """Train one model per group of ranks, each of which also learns from its peers' predictions.
 
     The peers of a group are the other groups. Each rank keeps a copy of each peer's model, which
     becomes stale until weights are swapped again [Anil et al. 2018].
@@ -49,20 +49,20 @@ class Codistillation:
         model: returns logits `[batch, classes, *positions]`. The models of all groups have the same
             parameters and buffers with different values, so initialise them from different seeds.
         burn_in: the number of steps at the start in which groups train independently.
-        groups: a divisor of the number of ranks; 1 for plain training.
+        groups: the number of groups, which must divide the number of ranks; 1 for plain training.
         every: the number of steps between two swaps of weights.
         weight: the factor of the term in the loss; with 0, groups train independently.
         trace: times the stages; a new trace if None.
 
     Raises:
         ValueError: an argument is invalid; raised before any communication.
-        UserError: ranks disagree on an argument or on the shapes of the model.
+        UserError: ranks disagree on an argument or on the model's shapes.
 
     Attributes:
         group: the communicator of the rank's group, for `FirstOrderTrainer` and `KFAC`.
         number: the index of the rank's group.
         peers: copies of the models of the other groups, as of the last swap.
-        steps: completed steps.
+        steps: the number of completed steps.
         trace: seconds and bytes of every stage.
     """
 
@@ -177,18 +177,18 @@ class Codistillation:
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps and the peers' weights by name, for the checkpoint of the rank's group.
+        """Return the step count and the peers' weights by name, for the checkpoint of the group.
 
-        It is the same on all ranks of a group. `trainer.state_dict() | codistillation.state_dict()`
-        is the state of a group; a run that loads the states of all groups continues as if it had
-        not been interrupted.
+        It is the same on all ranks of a group. The state of a group is `trainer.state_dict() |
+        codistillation.state_dict()`; a run that loads the states of all groups continues as if it
+        had not been interrupted.
 
         Collective over: none.
         """
         return {STEPS: self.steps} | (self._of_peers() if self.learning else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the rank's group, on all ranks or on none, at any number of ranks.
+        """Load the state of the rank's group, on all ranks or on none, with any number of ranks.
 
         Collective over: world.
 
@@ -214,7 +214,7 @@ class Codistillation:
 
 
 def real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield floating-point parameters and buffers by name; integers are not exchanged."""
+    """Yield floating-point parameters and buffers by name; integer ones are not exchanged."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point():
             yield name, tensor.detach()

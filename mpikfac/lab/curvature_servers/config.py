@@ -16,7 +16,7 @@ class CurvatureServers(Refresh):
     Attributes:
         staleness, stagger, tolerance: see `Refresh`; the staleness must be at least 1, and the
             tolerance 0.
-        servers: the number of ranks that decompose, and do not train.
+        servers: the number of ranks that decompose factors and do not train.
     """
 
     name: ClassVar[str] = "curvature-servers"
@@ -33,7 +33,7 @@ class CurvatureServers(Refresh):
     servers: int = 1
 
     def attach(self, plan: Any, preconditioners: Any, team: Any) -> Any:
-        """Return a factory of the rank's decomposer."""
+        """Return a factory for the rank's decomposer."""
         from mpikfac.lab.curvature_servers.decomposer import OnCurvatureServers
 
         return partial(OnCurvatureServers, plan, preconditioners, team)

@@ -64,7 +64,7 @@ class OnCurvatureServers(AtOnce):
                 sent[factor.name].copy_(request.packed[factor.name])
                 if factor.name in request.added:
                     sent[factor.added].copy_(request.added[factor.name])
-                elif factor.name in request.precise:  # the same element is 1 to request float64
+                elif factor.name in request.precise:  # a 1 in the same element requests float64
                     sent[factor.added].fill_(float(request.precise[factor.name]))
             route = plan.grid.curvature_server(plan.rank), plan.turns.index(turn)
             wait_sent = begin_send(self._link, sent.flat, *route)
@@ -84,7 +84,7 @@ class OnCurvatureServers(AtOnce):
         return take
 
     def check_same_model(self) -> None:
-        """Raise an error, because the trained parameters changed, and servers keep the first plan.
+        """Raise an error: trained parameters have changed, but servers keep the first plan.
 
         Raises:
             UserError: always.
@@ -142,7 +142,7 @@ def run_curvature_server(
                 for name, block in blocks.items():
                     reply[name].copy_(block)
         with trace.stage(names.SEND_BASES, "curvature", reply.flat.nbytes):
-            # Waiting here would also make other owners wait for an owner that computes.
+            # Waiting here would make other owners wait, too, while this owner is computing.
             sending.pop(owner, _nothing)()
             sending[owner] = begin_send(curvature, reply.flat, owner, tag)
     for wait in sending.values():

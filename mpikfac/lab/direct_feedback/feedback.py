@@ -23,7 +23,7 @@ SPREAD = 2_654_435_761  # a prime, so that blocks and neighbouring seeds get dif
 
 
 class DirectFeedback:
-    """Train the blocks of a trainer's model by direct feedback.
+    """Train the blocks of a trainer's model with direct feedback.
 
         trainer = mpikfac.FirstOrderTrainer(model, optimizer)
         mpikfac.DirectFeedback(trainer, ["layer1", "layer2"], seed=0)
@@ -35,12 +35,12 @@ class DirectFeedback:
     Collective over: none; use the same arguments on all ranks.
 
     Args:
-        ends: the names of the modules whose outputs end a block, except for the last block.
+        ends: the names of the modules that end a block, except for the last block.
         seed: the seed of the signs.
 
     Raises:
         ValueError: the model has no module with one of the names, or the trainer needs the true
-            gradients of layers' outputs.
+            gradients with respect to layers' outputs.
     """
 
     def __init__(self, trainer: Trainer, ends: Sequence[str], seed: int = 0) -> None:
@@ -54,7 +54,7 @@ class DirectFeedback:
                     f"{name!r}"
                 )
         self._seed = seed
-        self._outputs: list[tuple[int, Tensor]] = []  # errors of blocks in the current forward pass
+        self._outputs: list[tuple[int, Tensor]] = []  # blocks' outputs in the current forward pass
         self._signs: dict[int, Tensor] = {}
         hooks = [
             model.get_submodule(name).register_forward_hook(Hook(self._end_block, number))
@@ -139,7 +139,7 @@ def fed_back(error: Tensor, signs: Tensor) -> Tensor:
 
 
 def check_feedback(trainer: Trainer) -> None:
-    """Check that the trainer does not need the true gradients of layers' outputs.
+    """Check that the trainer does not need the true gradients with respect to layers' outputs.
 
     Raises:
         ValueError: the trainer estimates G, or uses a quadratic model of the loss.
@@ -154,5 +154,5 @@ def check_feedback(trainer: Trainer) -> None:
     if settings is not None and settings.grafting.needs_batch:
         raise ValueError(
             "direct feedback needs a grafting other than QuadraticModel(), which models the loss "
-            "by its true gradient"
+            "with its true gradient"
         )

@@ -1,1 +1,1 @@
-"""Local SGD and similar methods: ranks step replicas of the model, which are then averaged."""
+"""Local SGD and similar methods: ranks train replicas of the model, which are then averaged."""

@@ -1,4 +1,4 @@
-"""Local SGD and similar methods: ranks step replicas of the model, which are then averaged."""
+"""Local SGD and similar methods: ranks train replicas of the model, which are then averaged."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ OF_NODES = Combination(
     "sync.replicas",
     ("node",),
     {"transport.ranks_per_node": AtLeast(1), "sync.aggregation": "mean"},
-    "the ranks of a node step one replica with the mean of their gradients",
+    "the ranks of a node train one replica with the mean of their gradients",
 )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Replicas(Synchronization):
-    """Base class for methods in which ranks step replicas of the model between two exchanges.
+    """Base class for methods in which ranks train replicas of the model between two exchanges.
 
     Attributes:
         sync_every: the number of steps from one exchange of weights to the next; at least 2.
@@ -59,9 +59,9 @@ class Replicas(Synchronization):
 
     @property
     def replicas(self) -> Literal["rank", "node"]:
-        """What steps a replica: a rank, or a node of `ranks_per_node` ranks.
+        """Whether each rank, or each node of `ranks_per_node` ranks, trains its own replica.
 
-        The ranks of a node step with the node's mean gradient; exchanges are between nodes.
+        With "node", the ranks of a node use their mean gradient, and exchanges are between nodes.
         """
         return "rank"
 
@@ -78,7 +78,7 @@ class Replicas(Synchronization):
     # -- when ------------------------------------------------------------------------------------
 
     def alone(self, step: int) -> bool:
-        """Return whether each rank steps a replica of the model at `step`."""
+        """Return whether ranks train separate replicas of the model at `step`."""
         return step >= self.warmup_steps
 
     def due(self, step: int, every: int | None = None) -> bool:
@@ -98,7 +98,7 @@ class Replicas(Synchronization):
     # -- in the plan -----------------------------------------------------------------------------
 
     def messages(self, rank: RankPlan) -> list[Message]:
-        """Return the reductions in a node, and the messages that contain replicas or changes."""
+        """Return the reductions within a node, and the messages with replicas or changes."""
         from mpikfac.lab.local_sgd.messages import PlannedCopies
 
         copies = PlannedCopies(rank)
@@ -136,7 +136,7 @@ class Replicas(Synchronization):
         return Copies(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`."""
+        """Return the method's values on the axes of `mpikfac.plan.axes`."""
         later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
         nodes = {"architecture": "nodes"} if self.replicas == "node" else {}
         return {"synchronisation": f"weights every {self.sync_every} steps{later}", **nodes}
@@ -147,8 +147,8 @@ class LocalSGD(Replicas):
     """Replace all replicas by their mean after each rank has taken some steps [Stich 2019].
 
     Attributes:
-        replicas: "rank": each rank steps its own replica. "node": each node of `ranks_per_node`
-            ranks steps one replica with the mean gradient of the node; exchanges are between nodes.
+        replicas: "rank": each rank trains its own replica. "node": each node of `ranks_per_node`
+            ranks trains one replica with the node's mean gradient; exchanges are between nodes.
         aggregation: how the replicas' weights are combined.
     """
 
@@ -162,11 +162,11 @@ class LocalSGD(Replicas):
         return copies.average_copies() if self.aggregation.sums else copies.combine_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes are sent: rounding loses less of them than of weights."""
+        """Return whether changes are sent, which lose less to rounding than weights do."""
         return copies.rank.strategy.compression.gradients is not None
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return the number of vectors: the replica, and the weights after the last exchange."""
+        """Return the count of vectors: the replica, and the weights after the last exchange."""
         return 1 + copies.changes
 
     def merge(self, site: Any, gradients: Any) -> Merge:
@@ -213,8 +213,8 @@ class DiLoCo(LocalSGD):
         fragments: the number of parts of the model; each is exchanged every `sync_every` steps.
         delay: the number of steps between sending a part and using the mean. The reduction
             runs in the background during the steps in between.
-        mixing: the weight of the rank's own weights when a mean is used. None: with n replicas,
-            `2 delay / (2 delay + n)` [DASO].
+        mixing: the weight given to the rank's own weights when a mean is used. None: with n
+            replicas, `2 delay / (2 delay + n)` [DASO].
     """
 
     name: ClassVar[str] = "diloco"
@@ -257,7 +257,7 @@ class DiLoCo(LocalSGD):
         return outer or self.streams or super().sends_changes(copies)
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return the number of vectors: those of local SGD, and the outer momentum."""
+        """Return the count of vectors: those of local SGD, and the outer momentum."""
         return super().vectors(copies) + (self.outer_momentum > 0)
 
     def merge(self, site: Any, gradients: Any) -> Merge:
@@ -267,7 +267,7 @@ class DiLoCo(LocalSGD):
         return Streamed(site, gradients) if self.streams else OuterStep(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`."""
+        """Return the method's values on the axes of `mpikfac.plan.axes`."""
         later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
         outer = " by an outer step" if self.outer_momentum else ""
         if self.fragments > 1:
@@ -279,15 +279,15 @@ class DiLoCo(LocalSGD):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DASO(Replicas):
-    """Average gradients in each node at every step, and weights between nodes [DASO].
+    """Average gradients within each node in every step, and weights between nodes [DASO].
 
     The ranks of a node take turns in sending weights, and the mean is mixed in a few steps later
     [Coquelin et al. 2022].
 
     Attributes:
         delay: the number of steps between sending weights and using their mean.
-        mixing: the weight of the rank's own weights when a mean is used. None: with n replicas,
-            `2 delay / (2 delay + n)`.
+        mixing: the weight given to the rank's own weights when a mean is used. None: with n
+            replicas, `2 delay / (2 delay + n)`.
     """
 
     name: ClassVar[str] = "daso"
@@ -317,7 +317,7 @@ class DASO(Replicas):
 
     @property
     def replicas(self) -> Literal["rank", "node"]:
-        """What steps a replica: a node."""
+        """Return "node": each node trains its own replica."""
         return "node"
 
     def exchange(self, copies: PlannedCopies) -> list[Message]:
@@ -329,7 +329,7 @@ class DASO(Replicas):
         return True
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return the number of vectors: the replica, and the weights after the last exchange."""
+        """Return the count of vectors: the replica, and the weights after the last exchange."""
         return 2
 
     def merge(self, site: Any, gradients: Any) -> Merge:
@@ -339,6 +339,6 @@ class DASO(Replicas):
         return Streamed(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`."""
+        """Return the method's values on the axes of `mpikfac.plan.axes`."""
         beside = {"overlap": "steps after an exchange"} if self.delay else {}
         return {**super().described(), **beside}

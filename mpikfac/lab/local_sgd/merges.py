@@ -31,7 +31,7 @@ class Merge:
 
     Attributes:
         unites: whether an exchange makes all replicas equal.
-        kept: the named tensors that a checkpoint stores, equal on all ranks but for `OWN_MOMENTUM`.
+        kept: the named tensors that a checkpoint stores, all but `OWN_MOMENTUM` equal on all ranks.
         copies: the replicas of the model in the plan.
         copy: a buffer for the rank's replica: weights, then running statistics and votes.
         weights: the trained part of the buffer.
@@ -80,10 +80,10 @@ class Merge:
         )
 
     def begin_step(self, alone: bool) -> None:
-        """Begin a step; if `alone`, the rank steps its replica independently."""
+        """Begin a step; if `alone`, the rank takes the step independently."""
 
     def before_step(self) -> None:
-        """Change the gradients of a step that the rank takes independently."""
+        """Change the gradients of an independent step."""
 
     def end_step(self, step: int) -> bool:
         """End an independent step; return whether the votes are now those of all ranks.
@@ -133,7 +133,7 @@ class Merge:
 
 
 class AverageMerge(Merge):
-    """Replace all replicas by their mean or a rule's result, from their weights or changes."""
+    """Replace all replicas by their mean or a rule's result, computed from weights or changes."""
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
@@ -158,7 +158,7 @@ class AverageMerge(Merge):
         self.keep()
 
     def step(self) -> None:
-        """Convert the mean change in the buffer to the change of a step."""
+        """Convert the mean change in the buffer to the change to apply."""
 
 
 class OuterStep(AverageMerge):
@@ -170,7 +170,7 @@ class OuterStep(AverageMerge):
         self.kept = {"momentum": self._momentum}
 
     def step(self) -> None:
-        """Convert the mean change in the buffer to the change of the outer step."""
+        """Convert the mean change in the buffer to the outer step."""
         if self._momentum:
             momentum = self.trained(self._momentum)
             nesterov([self.weights], [momentum], self.sync.outer_momentum)
@@ -206,7 +206,7 @@ class Streamed(OuterStep):
     def end_step(self, step: int) -> bool:
         """Send the part that is due, and use the means of parts sent `delay` steps before.
 
-        Votes belong to the last part.
+        Votes are exchanged with the last part.
         """
         turn = self.sync.turn(step)
         if turn is not None:
@@ -248,7 +248,7 @@ class Streamed(OuterStep):
         """Wait for a part's mean change, take the outer step, and mix in the rank's own weights.
 
         Args:
-            mixing: the weight of the replica's own weights.
+            mixing: the weight given to the replica's own weights.
         """
         _, place = self._under_way.pop(part)
         if part in self._sums and self._sends(place):
@@ -278,11 +278,11 @@ class Streamed(OuterStep):
         change.copy_(before)
 
     def _sends(self, place: int) -> bool:
-        """Return whether the rank is the one that sends for its node, the member at `place`."""
+        """Return whether this rank sends for its node, as the member at `place`."""
         return self.plan.rank % self.copies.node == place
 
     def reset(self) -> None:
-        """Discard earlier steps, and the means in flight after their reductions have ended.
+        """Discard earlier steps, and the means in flight once their reductions have completed.
 
         Collective over: world.
         """
@@ -367,7 +367,7 @@ class Leader(SeparateMerge):
         return due[0]
 
     def reset(self) -> None:
-        """Discard earlier steps, and their losses."""
+        """Discard the memory of earlier steps, and their losses."""
         super().reset()
         self._heard, self._next = [], None
 
@@ -421,7 +421,7 @@ class Elastic(SeparateMerge):
         self.kept = {"exchanges": {"count": self._exchanges}, OWN_MOMENTUM: self._momentum}
 
     def _pull(self, pull: float, most: float) -> float:
-        """Return a pull after the exchanges so far; it grows, but not beyond `most`."""
+        """Return the current strength of a pull, which grows with every exchange, up to `most`."""
         growth = int(self._exchanges) * math.log1p(self.sync.growth)
         return min(pull * math.exp(min(growth, LARGEST)), most)
 
@@ -443,13 +443,13 @@ class Elastic(SeparateMerge):
                     gradient.add_(pull)
 
     def after_step(self) -> None:
-        """Add the weights to the average of the steps."""
+        """Add the weights to the running average of the steps."""
         self.read()
         decay = self.sync.alpha
         self.trained(self._of_steps).mul_(decay).add_(self.weights, alpha=1 - decay)
 
     def merge(self) -> None:
-        """Average the averages over ranks, and step from the weights after the last exchange."""
+        """Average the ranks' averages, and take a step from the weights after the last exchange."""
         self.after_step()
         anchor, average = self.trained(self._anchor), self.trained(self._of_steps)
         self.weights.copy_(average)

@@ -1,4 +1,4 @@
-"""Replicas of the model that differ between exchanges: who steps them, and what is exchanged."""
+"""Replicas of the model that differ between exchanges: who trains them, and what is exchanged."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class PlannedCopies:
 
     @property
     def sync(self) -> Any:
-        """The method, a `mpikfac.lab.Replicas`, if ranks step replicas."""
+        """The method, a `mpikfac.lab.Replicas`, if ranks train replicas."""
         return self.rank.strategy.sync
 
     @property
     def node(self) -> int:
-        """The number of ranks that step the same replica."""
+        """The number of ranks that train the same replica."""
         of_nodes = self.sync.local_steps and self.sync.replicas == "node"
         return (self.rank.strategy.transport.ranks_per_node or 1) if of_nodes else 1
 
     @property
     def first(self) -> int:
-        """The first of the ranks that step the rank's replica."""
+        """The first of the ranks that train this rank's replica."""
         return self.rank.rank // self.node * self.node
 
     @property
@@ -49,33 +49,33 @@ class PlannedCopies:
 
     @cached_property
     def changes(self) -> bool:
-        """Whether replicas send their changes, not their weights."""
+        """Whether replicas send their changes instead of their weights."""
         return self.sync.local_steps and self.sync.sends_changes(self)
 
     # -- where values are stored -----------------------------------------------------------------
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the rank's replica, the same as that of the gradients."""
+        """The layout of the rank's replica, which is also the layout of the gradients."""
         return self.rank.layouts.gradients if self.sync.local_steps else lay_out([])
 
     @cached_property
     def trained(self) -> int:
-        """The number of elements of the trained tensors of a replica; means follow."""
+        """The number of elements in a replica's trained tensors; running means follow them."""
         offsets = self.layout.offsets
         means = (offsets[name] for name in self.rank.means if name in offsets)
         return min(means, default=self.layout.size)
 
     @cached_property
     def fragments(self) -> dict[str, int]:
-        """The part of the model that each block of a replica belongs to; parts are about equal."""
+        """The part of the model to which each block belongs; parts are of similar size."""
         layout, count = self.layout, self.sync.fragments
         return {n: offset * count // layout.size for n, offset in layout.offsets.items()}
 
     # -- messages --------------------------------------------------------------------------------
 
     def reduce_in_node(self) -> list[Message]:
-        """Return the reduction of gradients over the ranks that step the same replica."""
+        """Return the reduction of gradients over the ranks that train the same replica."""
         size = self.rank.itemsizes.numbers
         if self.node == 1:
             return []
@@ -108,7 +108,7 @@ class PlannedCopies:
         ]
 
     def streams(self) -> list[Message]:
-        """Return the reductions of a replica's parts; if between nodes, also Bcasts in nodes."""
+        """Return the reductions of a replica's parts; between nodes, also the Bcasts in nodes."""
         stage, size = names.EXCHANGE_WEIGHTS, self.rank.itemsizes.numbers
         if self.sync.replicas == "rank":
             return stages.summed(self.rank, stage, self.layout, self.fragments)
@@ -132,7 +132,7 @@ class PlannedCopies:
     def from_leader(self, over: str, root: int) -> list[Message]:
         """Return the messages that send the replica of rank `root` to the ranks that it leads.
 
-        A replica of a node is sent once between nodes, and then inside the nodes.
+        A node's replica is sent once between nodes, and then within the nodes.
         """
         if self.count == 1:
             return []

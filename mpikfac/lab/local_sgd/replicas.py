@@ -21,7 +21,7 @@ from mpikfac.plan.names import (
     STEPS,
 )
 
-# Items that differ between the replicas of ranks.
+# Items that differ between replicas.
 APART = (
     OF_OPTIMIZER_STATE,
     OF_EXCHANGE + OWN_MOMENTUM,
@@ -30,7 +30,7 @@ APART = (
 
 
 class OfCopy(Sender):
-    """Average the gradients of the ranks that step the same replica, or of all ranks."""
+    """Average the gradients of the ranks that train the same replica, or of all ranks."""
 
     def __init__(self, sender: Sender, site: Site) -> None:
         super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)
@@ -38,7 +38,7 @@ class OfCopy(Sender):
         self._in_node, self._node = copies.reduce_in_node(), copies.node
 
     def add_up(self, turn: int | None = None) -> None:
-        """Average over the node if ranks step replicas, else over all ranks.
+        """Average over the node if ranks train replicas, otherwise over all ranks.
 
         Collective over: the ranks of a node, or world.
         """
@@ -50,13 +50,13 @@ class OfCopy(Sender):
 
 
 class Copies(OneModel):
-    """The replicas of the model, which ranks step independently and merge every few steps.
+    """The replicas of the model, which ranks train independently and merge every few steps.
 
     Running statistics and votes are averaged at each exchange.
 
     Attributes:
         differ: whether replicas can differ between ranks.
-        heard: whether votes include all ranks.
+        heard: whether the latest votes come from all ranks.
     """
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
@@ -145,7 +145,7 @@ class Copies(OneModel):
                 yield Item(f"{OF_EXCHANGE}{name}/{block}", tensor)
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names of everything stored if `names` has any of them, else none."""
+        """Return the names of all stored items if `names` contains any of them, otherwise none."""
         complete = super().complete(names)
         return complete if complete & set(names) else set()
 
@@ -165,7 +165,7 @@ class Copies(OneModel):
     def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state of the rank's replica, or of rank 0's if all are equal.
 
-        The state of a replica is that of the first rank that steps it, even if the run had
+        The state of a replica is that of the first rank that trains it, even if the saved run had
         different nodes.
         """
         steps = state.get(STEPS)
@@ -174,7 +174,7 @@ class Copies(OneModel):
 
 
 class _Renamed(Mapping[str, Any]):
-    """A state under other names; items are read on first access, as in the state itself."""
+    """A state with renamed items, which are read on first access, as in the state itself."""
 
     def __init__(self, state: Mapping[str, Any], names: Mapping[str, str]) -> None:
         self._state, self._names = state, names
@@ -192,7 +192,7 @@ class _Renamed(Mapping[str, Any]):
 def of_copies(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Return a rank's part of the state, with per-rank names for what differs between replicas.
 
-    Items of rank 0 keep their names, and are the items of a state of a single model.
+    Rank 0's items keep their names, and form the state of a single model.
     """
     prefix = OF_COPY.format(rank) if rank else ""
     return {prefix * name.startswith(APART) + name: value for name, value in state.items()}

@@ -22,10 +22,10 @@ class LSGD(Replicas):
     its node.
 
     Attributes:
-        replicas: what steps a replica; see `LocalSGD`.
+        replicas: who trains a replica; see `LocalSGD`.
         local_sync_every: the number of steps from one exchange with the node's leader to the next,
-            which must divide `sync_every`. None: the node's leader and the leader of all ranks
-            change at the same steps.
+                which must divide `sync_every`. None: the node's leader and the leader of all ranks
+                change in the same steps.
         leader_step: the fraction of the distance to a leader that an exchange covers.
         leader_pull: the fraction of the distance that all steps between two exchanges cover
             together.
@@ -91,5 +91,5 @@ class LSGD(Replicas):
         return Leader(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`."""
+        """Return the method's values on the axes of `mpikfac.plan.axes`."""
         return {**super().described(), "combination": "towards the copy with the lowest loss"}

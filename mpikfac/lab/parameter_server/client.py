@@ -73,14 +73,14 @@ class AsyncSGD(Trainer):
     the interface. All ranks of a client take the same steps; clients can take any number of steps.
 
     Args:
-        optimizer: the same as on the servers, which step it; here it sets hyperparameters such as
-            the learning rate. A changed hyperparameter is sent with the next update, and applies
-            from then on.
+        optimizer: must match the servers' optimizer, which takes the steps. Here, it provides
+            hyperparameters such as the learning rate. A changed hyperparameter is sent with the
+            next update, and applies from then on.
         team: the result of `split_comm`.
-        strategy: a `ParameterServer` as `sync`, and what the ranks of a client exchange.
+        strategy: contains a `ParameterServer` as `sync`, and what a client's ranks exchange.
 
-    Collective over: the team's intercommunicator. All ranks get the model of the first rank of the
-    first client.
+    Collective over: the team's intercommunicator. All ranks get the model of the first client's
+    first rank.
 
     Raises:
         ValueError: choices or ranks are incompatible.
@@ -121,7 +121,7 @@ class AsyncSGD(Trainer):
     def combined(self) -> bool:
         """Whether all clients have met since the last step, so that all have the same model.
 
-        If so, votes include all clients. Otherwise, they are each client's latest.
+        If so, votes include all clients. Otherwise, they consist of each client's latest votes.
         """
         return self._client.heard
 
@@ -143,22 +143,22 @@ class AsyncSGD(Trainer):
         """Request that all clients meet after one of the next steps; see `combined`.
 
         All clients meet after the same step, counted from the first step of each client. Clients
-        that stop, or save a state, must do so together: vote for the reason, and call this method.
+        must stop, or save a state, together: vote for the reason, and call this method.
         """
         self._client.wish = True
 
     def average_replicas(self) -> None:
         """Wait for all clients, after pushing the pending update, and fetch the weights.
 
-        All clients must call it, for example before a test of the model or a checkpoint. The first
-        client's call ends the warm start.
+        All clients must call it, for example before an evaluation or a checkpoint. The first
+        client's call ends the warm-up.
 
         Collective over: all clients.
         """
         self._client.average_replicas()
 
     def close(self) -> None:
-        """Leave the servers, and free the communicators; no further step is possible.
+        """Disconnect from the servers, and free the communicators; no further step is possible.
 
         `run_parameter_server` returns once all clients have left. Later calls do nothing.
 
@@ -173,9 +173,9 @@ class AsyncSGD(Trainer):
         self._client_comm.Free()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state, by name; the first rank requests it from servers.
+        """Return this rank's part of the state by name; the first rank gets it from the servers.
 
-        A synchronous run can load such a state, and vice versa. Counts of staleness are not stored.
+        A synchronous run can load such a state, and vice versa. Staleness counts are not stored.
 
         Raises:
             ValueError: clients have not met since the last step.
@@ -242,7 +242,7 @@ class Client(OneModel):
         self.staleness = Counter[int]()
         self.version, self.wish = 0, False
         self._steps = 0  # completed steps
-        self._taken = self._old = 0  # steps of the current update, and since the last fetch
+        self._taken = self._old = 0  # steps in the current update, and since the last fetch
         self._waits = team.trains.rank >= self.choices.ranks_per_client
         flat, layout = gradients.arena.flat, gradients.arena.layout
         several = layout if self.choices.push_interval > 1 else lay_out([])
@@ -257,7 +257,7 @@ class Client(OneModel):
 
     @property
     def follows(self) -> bool:
-        """Whether the client's ranks follow the votes of the step: always."""
+        """Whether the client's ranks act on the votes of the step: always."""
         return True
 
     def join(self) -> None:
@@ -290,7 +290,7 @@ class Client(OneModel):
         self._steps = step
 
     def add(self) -> None:
-        """Add the gradients to the update; step the replica by SGD unless new weights are due."""
+        """Add the gradients to the update; update the replica by SGD unless new weights are due."""
         arena, sums = self.gradients.arena, self._sums
         for slot in self._trained if sums else ():
             name = slot.block.name
@@ -300,7 +300,7 @@ class Client(OneModel):
             self._step_alone()
 
     def _step_alone(self) -> None:
-        """Step the client's replica of the weights by plain SGD."""
+        """Update the client's replica of the weights by plain SGD."""
         rates = {id(p): g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
         for slot in self._trained:
             parameter = slot.block.parameters[0]
@@ -418,7 +418,7 @@ class ClientMethod(Method):
         self.is_consistent = False
 
     def prepare_change(self) -> None:
-        """Raise an error, because the trained parameters changed, which servers do not support.
+        """Raise an error: servers do not support a change of the trained parameters.
 
         Raises:
             UserError: always.
@@ -463,7 +463,7 @@ class ClientFactory(MethodFactory):
 
 
 def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> ParameterServer:
-    """Return the choices of the strategy, after checking that team and optimizer fit.
+    """Return the strategy's `sync`, after checking that team and optimizer are compatible.
 
     Raises:
         ValueError: choices, ranks or the optimizer are incompatible.

@@ -15,8 +15,8 @@ class ParameterServer(Synchronization):
     The trainer is `AsyncSGD`.
 
     Attributes:
-        servers: the number of ranks that do not train: each owns a shard of the weights, and steps
-            it in order of arrival.
+        servers: the number of ranks that do not train: each owns a shard of the weights, and
+            applies updates to it in order of arrival.
         push_interval: the number of batches per update. Between two updates, a client takes plain
             SGD steps on a replica of the weights, and accumulates the gradients.
         fetch_interval: the number of batches from one fetch of weights to the next. None: weights
@@ -61,7 +61,7 @@ class ParameterServer(Synchronization):
         check_divides("sync.ranks_per_client", self.ranks_per_client, ranks)
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`."""
+        """Return the method's values on the axes of `mpikfac.plan.axes`."""
         batches = "a batch" if self.push_interval == 1 else f"{self.push_interval} batches"
         size = self.ranks_per_client
         clients = f", clients of {size} ranks" if size > 1 else ""

@@ -60,7 +60,7 @@ log = logging.getLogger("mpikfac")
 def run_parameter_server(
     model: nn.Module, optimizer: Optimizer, team: SplitComm, trace: Trace | None = None
 ) -> list[Counter[int]]:
-    """Step the weights with the clients' updates, until all clients have left.
+    """Apply the clients' updates to the weights until all clients have left.
 
     Args:
         model: the clients' model; the server receives the weights of client 0.
@@ -88,7 +88,7 @@ def run_parameter_server(
 
 
 def spans(layout: Layout, servers: int) -> list[tuple[int, int]]:
-    """Return the servers' shards: neighbouring blocks of a layout, of about equal total sizes."""
+    """Return the servers' shards: consecutive blocks of a layout, with about equal total sizes."""
     places = [*layout.offsets.values(), layout.size]
     equal = [layout.size * server / servers for server in range(1, servers)]
     cuts = [min(places, key=lambda place: abs(place - cut)) for cut in equal]
@@ -96,7 +96,7 @@ def spans(layout: Layout, servers: int) -> list[tuple[int, int]]:
 
 
 def on_host(flat: Tensor) -> Tensor:
-    """Return `flat` if it is on the host, else pinned memory of the same size on the host."""
+    """Return `flat` if it is on the host, otherwise pinned memory of the same size on the host."""
     if flat.is_cpu:
         return flat
     return torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
@@ -136,7 +136,7 @@ class Server:
         optimizer.zero_grad()
         self._clients = list(range(0, link.remote_size, choices.ranks_per_client))
         self._present = set(self._clients)
-        self._held: set[int] = set()  # clients that wait for the end of the warm start
+        self._held: set[int] = set()  # clients that wait for the end of the warm-up
         self._waiting: set[int] = set()  # clients that wait for all clients
         self._fetched = dict.fromkeys(self._clients, 0)  # versions
         self._steps = dict.fromkeys(self._clients, -1)
@@ -174,7 +174,7 @@ class Server:
 
     def _give(self, client: int) -> None:
         staleness = self._take(client, GIVE)
-        self._fetched[client] += 1  # the client has stepped its replica by the update
+        self._fetched[client] += 1  # the client has applied the update to its replica
         answer(self._link, client, GIVE, [], self._words(staleness))
         self._release()
 
@@ -237,7 +237,7 @@ class Server:
             self._meet_at = max(self._steps.values()) + self._asked.push_interval
 
     def _apply(self, numbers: Mapping[str, float]) -> None:
-        """Step the shard of the weights by the update that has arrived.
+        """Apply the update that has arrived to the shard of the weights.
 
         Blocks with NaN or infinity are ignored. With n clients, a running statistic moves 1/n of
         the way to the client's, so statistics are averages over the clients' last updates.
@@ -274,9 +274,9 @@ class Server:
         return Answer(self.version, staleness, self._meet_at, votes)
 
     def _release(self) -> None:
-        """Answer the clients that wait, if the wait is over.
+        """Answer waiting clients if their wait is over.
 
-        The warm start ends at the latest when the client that trains first meets the others.
+        The warm-up ends at the latest when the client that trains first meets the others.
         """
         first = self._clients[0]
         warm = first in self._present - self._waiting and self.version < self._asked.warmup_updates
@@ -297,7 +297,7 @@ class Server:
         self._release()
 
     def _look_for_lost(self) -> None:
-        """Drop clients that have died, and log the names of silent ones."""
+        """Drop clients that have died, and log the numbers of silent ones."""
         for client in {
             rank - rank % self._asked.ranks_per_client for rank in lost_ranks(self._link)
         }:

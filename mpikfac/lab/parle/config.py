@@ -18,14 +18,14 @@ class Parle(Replicas):
     """Move each replica to the average of its own steps and towards the mean of all averages.
 
     Attributes:
-        replicas: what steps a replica; see `LocalSGD`.
-        gamma: the weight of the difference from the weights after the last exchange, which a step
-            adds to the gradient.
-        rho: the weight of the difference from the mean in the step at an exchange, which also
+        replicas: who trains a replica; see `LocalSGD`.
+        gamma: the coefficient of the difference from the weights after the last exchange, which
+            each step adds to the gradient.
+        rho: the coefficient of the difference from the mean in the step at an exchange, which also
             contains the difference from the replica's own average.
-        growth: the relative growth of both weights per exchange; in the paper, it is 1 / (2 B) for
-            B batches per epoch.
-        max_gamma, max_rho: the maximum values that `gamma` and `rho` can grow to.
+        growth: the relative growth of both coefficients per exchange; in the paper, it is
+            1 / (2 B) for B batches per epoch.
+        max_gamma, max_rho: the values up to which `gamma` and `rho` can grow.
         alpha: the weight of earlier steps in the running average of a replica's steps.
         outer_lr: the learning rate of the step at an exchange.
         outer_momentum: the Nesterov momentum of that step.
@@ -68,8 +68,8 @@ class Parle(Replicas):
     def vectors(self, copies: PlannedCopies) -> int:
         """Return the number of vectors that a rank keeps.
 
-        They are the replica, the weights after the last exchange, the average of the steps, and the
-        outer momentum.
+        They are the replica, the weights after the last exchange, the average of the steps, and, if
+        used, the outer momentum.
         """
         return 3 + (self.outer_momentum > 0)
 
@@ -80,5 +80,5 @@ class Parle(Replicas):
         return Elastic(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`."""
+        """Return the method's values on the axes of `mpikfac.plan.axes`."""
         return {**super().described(), "combination": "towards the mean of averages of steps"}

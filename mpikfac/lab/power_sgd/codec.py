@@ -75,7 +75,7 @@ class PowerSGDCodec(Codec):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """The first elements of matrices."""
+        """The positions of the matrices' first elements."""
         return tuple(matrix.start for matrix in self.matrices)
 
     @property
@@ -85,7 +85,7 @@ class PowerSGDCodec(Codec):
         return sum(left for left, _ in sides), sum(right for _, right in sides)
 
     def within(self, start: int, stop: int) -> PowerSGDCodec:
-        """Return the codec of a span, with its matrices."""
+        """Return the codec for a span and the matrices in it."""
         inside = (matrix for matrix in self.matrices if start <= matrix.start < stop)
         return replace(self, matrices=tuple(inside))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class PowerSGD(Compressor):
     """Replace reductions of matrices by reductions of thin matrices.
 
-    Values that are not reduced are sent unencoded.
+    Values that are sent without a reduction are not encoded.
 
     Attributes:
         matrix_approximation_rank: the number of columns of the thin matrices.

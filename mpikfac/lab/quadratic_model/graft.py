@@ -31,7 +31,7 @@ log = logging.getLogger("mpikfac")
 
 Direction = Mapping[str, Tensor]
 Criterion = Callable[[Tensor], Tensor]
-PARALLEL = 1e-6  # a relative tolerance: a model's products in float32 are not more exact
+PARALLEL = 1e-6  # a relative tolerance, about the accuracy of a model's products in float32
 
 
 class QuadraticGraft(Graft):
@@ -54,7 +54,7 @@ class QuadraticGraft(Graft):
         super().__init__(grafting, gradients, stacks, model, optimizer)
         self._next: Batch | None = None
         self._batch: Batch | None = None
-        self._compared = False  # whether the loss's slope has been compared with the gradients'
+        self._compared = False  # whether slopes of loss and gradients have been compared
 
     def set_batch(self, inputs: Tensor | tuple[Any, ...], loss: Criterion) -> None:
         """Store the rank's shard of a batch, or a part of it, before the step.
@@ -140,7 +140,7 @@ class QuadraticGraft(Graft):
         return numbers[0], numbers[1:]
 
     def _compare(self, slope: float, expected: float) -> None:
-        """Warn at the first step if the gradients are not those of the model's loss."""
+        """Warn in the first step if the gradients are not those of the loss in `set_batch`."""
         if not (self._compared or 0.1 * expected <= slope <= 10 * expected):
             log.warning(
                 "the loss of grafting.set_batch(inputs, loss) has slope %g along the directions, "
@@ -200,7 +200,7 @@ def jacobian_product(
 ) -> tuple[Tensor, Tensor]:
     """Return the model's outputs, and the derivative of the outputs along a direction.
 
-    Running statistics and random numbers stay unchanged, so all passes drop the same units.
+    Running statistics and the random state stay unchanged, so dropout is the same in all passes.
 
     Raises:
         ValueError: the model does not return a tensor.
@@ -245,8 +245,8 @@ def lowest(slopes: Tensor, curvatures: Tensor) -> Tensor:
     """Return the `x` `[n]` that minimises `1/2 x^T curvatures x - slopes^T x`, in float64.
 
     Directions of zeros get 0, and parallel directions are treated as one: an angle below about
-    `sqrt(PARALLEL)` is only a rounding error. If any slope or curvature is not finite, all of `x`
-    is 0.
+    `sqrt(PARALLEL)` is considered a rounding error. If any slope or curvature is not finite, all
+    of `x` is 0.
     """
     if not (slopes.isfinite().all() and curvatures.isfinite().all()):
         return torch.zeros_like(slopes)

@@ -89,7 +89,7 @@ class TrimmedMean(_OfSome):
     """Take the coordinate-wise mean without the smallest and largest values [Yin et al. 2018].
 
     Attributes:
-        num_byzantine: how many of the smallest and how many of the largest values are left out.
+        num_byzantine: the number of smallest values, and of largest values, that are left out.
     """
 
     name: ClassVar[str] = "trimmed-mean"
@@ -178,8 +178,8 @@ class Safeguard(Robust):
         floor: a distance that is always accepted, relative to how far the sums of correct ranks
             drift apart in a random walk: the typical distance between two ranks' vectors, times the
             square root of the window.
-        mean_of: the ranks that are averaged: those that were good "before" the vectors of the step
-            were checked, as published, or "after".
+        mean_of: the ranks that are averaged: those that were good "before" the check of the step's
+            vectors, as in the paper, or "after" it.
         reset_interval: the number of steps after which both windows restart and excluded ranks
             count again. 0: a rank is excluded forever.
         noise_std: the standard deviation of noise added to the result.

@@ -10,7 +10,7 @@ from mpikfac.plan.names import OF_RULE
 
 
 class RuleMemory(Part):
-    """The memory of a rank's robust rules, which refers to its shards of all ranks' vectors."""
+    """The memory of a rank's robust rules, for the rank's shards of all ranks' vectors."""
 
     PREFIX = ""
 
@@ -33,7 +33,7 @@ class RuleMemory(Part):
                     yield Item(f"{OF_RULE.format(rank, ranks)}{stage}/{name}", of_rank)
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return all names of the memory if `names` has any of them, else none."""
+        """Return the names of all items if `names` contains any of them, otherwise none."""
         complete = super().complete(names)
         return complete if complete & set(names) else set()
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STEPS = 100  # of an iteration, at most
-PRECISION = 1e-12  # of weights, at which an iteration ends
-ROUNDING = 1e-6  # of distances, as a difference of squares in float64 or of sums in float32
+STEPS = 100  # the maximum number of iterations
+PRECISION = 1e-12  # iterations end when no weight changes by more than this
+ROUNDING = 1e-6  # of distances, from differences of squares in float64 or sums in float32
 
 
 # -- by coordinate -------------------------------------------------------------------------------
@@ -77,14 +77,15 @@ def centered_clipping(products: Tensor, radius: float) -> Tensor:
 def near_most(
     products: Tensor, ranks: Tensor, factor: float, least: float | Tensor = 0.0
 ) -> Tensor:
-    """Return which of some ranks are near most ranks, `[ranks]` [Allen-Zhu et al. 2021].
+    """Return which of `ranks` are near most ranks, `[ranks]` [Allen-Zhu et al. 2021].
 
-    The median rank has more than half of all ranks, itself included, within the smallest distance.
-    A rank is near if its distance from the median rank is at most `factor` times this distance.
+    The median rank is the one with more than half of all ranks, itself included, within the
+    shortest distance. A rank is near if its distance from the median rank is at most `factor` times
+    this distance.
 
     Args:
         ranks: the ranks to consider, `[ranks]`; those whose vectors are not finite are never near.
-            If the remaining ones are at most half of all ranks, all of them are near.
+            If no more than half of all ranks remain, all of these are near.
         least: a distance within which ranks are always near.
     """
     ranks = ranks & products.diagonal().isfinite()
@@ -97,7 +98,7 @@ def near_most(
 
 
 def farthest(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
-    """Return the longest distance of some ranks from the median rank; NaN if there is none.
+    """Return the longest distance of `ranks` from the median rank; NaN if there is none.
 
     It is at most `factor` times the median, over ranks, of the distance within which a rank has
     more than half of all ranks. A few faulty ranks therefore cannot make it much longer than a

@@ -64,7 +64,7 @@ class Windows(ByVector):
         return torch.cat([sums, parts[None]])
 
     def combine(self, products: Tensor, parts: Tensor) -> Tensor:
-        """Drop ranks whose sums are far away; return the mean of good ranks, with noise."""
+        """Drop ranks with distant sums; return the mean of good ranks, with noise."""
         *of_windows, of_step = products
         before = good = self.good
         spread = self._spread(of_step)

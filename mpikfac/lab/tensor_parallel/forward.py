@@ -57,7 +57,7 @@ class SplitForward:
         return self._by_outputs(input) if self.place.axis == "outputs" else self._by_inputs(input)
 
     def __reduce__(self) -> Any:
-        # A copied or saved module keeps its attributes, and gets the class's method.
+        # A copied or saved module keeps its attributes, but uses the `forward` of its class.
         return getattr, (self.module, "forward")
 
     def watch(self, x: Tensor, output: Tensor) -> tuple[Tensor, Callable[[Hook], object]]:
@@ -101,7 +101,7 @@ class SplitForward:
         if not self.place.takes:
             x = turn(x, self.group, self.channels, 0)
         bias = module.bias
-        if bias is not None:  # each rank adds a slice, so gradients of slices form the whole
+        if bias is not None:  # each rank adds a slice, so the slices' gradients form the whole
             start, stop = span(len(bias), self.group.member, self.group.size)
             bias = F.pad(bias[start:stop], (start, len(bias) - stop))
         sums = self._multiplied(x, self.slice_of(module.weight, 1), bias)

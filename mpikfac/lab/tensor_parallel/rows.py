@@ -1,4 +1,4 @@
-"""Find the layers of a model to split, rows of such layers, and the sizes of their calls."""
+"""Find the layers of a model that can be split, sequences of them, and the sizes of their calls."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def refusal(model: nn.Module, name: str) -> str:
         return "no module of the model has this name"
     if type(module) not in CAN_SPLIT:
         kinds = ", ".join(kind.__name__ for kind in CAN_SPLIT)
-        return f"{type(module).__name__} cannot be split, only {kinds}"
+        return f"{type(module).__name__} cannot be split; only {kinds} can"
     if getattr(module, "groups", 1) != 1:
-        return f"a convolution with groups={module.groups} cannot be split, only with groups=1"
+        return f"a convolution with groups={module.groups} cannot be split; only groups=1 can"
     if "weight" not in module._parameters or module._forward_pre_hooks:
         return "the weight is computed in every pass, or a hook changes the input"
     if module._compiled_call_impl is not None:
@@ -97,12 +97,12 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def layer_calls(model: nn.Module, *inputs: Any) -> list[LayerCall]:
-    """Return the calls of all layers that can be split, in the order of the forward pass.
+    """Return the calls of all layers that can be split, in forward order.
 
     The forward pass runs without values, on a copy of the model on torch's meta device.
 
     Args:
-        inputs: the arguments of the model: a rank's batch, of which only the shapes matter.
+        inputs: the arguments of the model for a rank's batch; only their shapes matter.
     """
     shapes = copy.deepcopy(model).to("meta")
     before, seen = layers_before(model), dict[str, LayerCall]()

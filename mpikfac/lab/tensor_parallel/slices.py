@@ -29,7 +29,7 @@ class Cut:
 
 
 class SlicedSender(Sender):
-    """Average gradients, sending only slices of those of split layers."""
+    """Average gradients; for split layers, only slices are sent."""
 
     def __init__(self, sender: Sender, site: Site, model: nn.Module, slots: Iterable[Slot]) -> None:
         super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)

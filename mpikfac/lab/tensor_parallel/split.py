@@ -45,7 +45,7 @@ class SplitLayers:
             )
 
     def detach(self) -> None:
-        """Turn the layers back into ordinary ones.
+        """Restore the original layers.
 
         Collective over: world.
         """
@@ -67,7 +67,7 @@ def split_layers(
     Collective over: comm.
 
     Args:
-        trace: times the exchanges; pass the same trace to the trainer to get all times together.
+        trace: times the exchanges; pass the same trace to the trainer to collect all times in it.
 
     Raises:
         ValueError: a layer cannot be split; raised before any communication.

@@ -81,7 +81,7 @@ def exchange_rows(
     counts_in: Sequence[int],
     stages: Stages = (names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIENTS),
 ) -> Tensor:
-    """Send consecutive rows to each member of the group; return the rows received, by member.
+    """Send consecutive rows to each member of the group; return the received rows by member.
 
     The backward pass returns the gradients of the received rows. Rows must require gradients on all
     members or on none, even if there are 0 rows.

@@ -33,11 +33,11 @@ class TopKCodec(Codec):
 
     @property
     def delays(self) -> bool:
-        """Whether values that wait have a momentum."""
+        """Whether momentum is applied to values that wait."""
         return self.momentum > 0
 
     def within(self, start: int, stop: int) -> TopKCodec:
-        """Return the codec of a span, with its padding."""
+        """Return the codec for a span and the padding in it."""
         return replace(self, padding=tuple(gap for gap in self.padding if start <= gap[0] < stop))
 
     def count(self, elements: int) -> int:

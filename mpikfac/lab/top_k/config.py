@@ -23,7 +23,7 @@ _OF_GRADIENTS = {"sync.local_steps": False, "sync.waits_for_all": True}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TopK(Compressor):
-    """Send only a rank's largest values; the others wait and are added to later ones.
+    """Send only each rank's largest values; the others wait and are added to later ones.
 
     Attributes:
         ratio: the fraction of the values that are sent.

@@ -1,7 +1,7 @@
 """DGC's warm-up and clipping, in addition to sending the largest values [Lin et al. 2018].
 
-Warm-up: the fraction of values that are sent decreases to `ratio` in stages of equal length, by the
-same factor each time; with 0.001, it is 25 %, 6.3 %, 1.6 % and 0.4 %.
+Warm-up: the fraction of values that are sent decreases to `ratio` in stages of equal length, by
+the same factor each time; with `ratio` 0.001, it is 25 %, 6.3 %, 1.6 % and 0.4 %.
 
 Local clipping: a rank bounds the norm of its contribution to the reduction, before it adds the
 values kept from earlier steps. With N ranks, each has the bound `clip_norm / sqrt(N)`, so that the
@@ -26,7 +26,7 @@ STAGES = 4  # of the warm-up; in the paper, one epoch each
 
 
 class GentleStart(OneModel):
-    """Send more values in the first steps, and bound the rank's own gradient."""
+    """Send more values in the first steps, and bound the norm of each rank's gradient."""
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
@@ -49,7 +49,7 @@ class Clipped(Sender):
         sender = gradients.sender
         super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)
         self._trained = [sender.arena[b.name] for b in gradients.blocks if b.parameters]
-        self._bound = bound * sender.grid.world.size**0.5  # of values not yet divided by the ranks
+        self._bound = bound * sender.grid.world.size**0.5  # gradients are not yet divided by N
 
     def add_up(self, turn: int | None = None) -> None:
         """Clip the rank's gradient, and average the arena over ranks.

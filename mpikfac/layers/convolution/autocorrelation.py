@@ -28,7 +28,7 @@ def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
     channels, pixels = x.shape[1] // groups, x.shape[2] * x.shape[3]
     if groups > 1 and channels == 1:
         return x.square().sum((0, 2, 3)).view(groups, 1, 1)
-    apart = not x.is_contiguous(memory_format=torch.channels_last)  # the channels of a pixel are
+    apart = not x.is_contiguous(memory_format=torch.channels_last)  # whether a pixel's channels are
     if _in_kernel(x) and pixels > 1 and (pixels <= 16 * channels or not apart):
         return _correlate(x, x, (1, 1), groups).flatten(2)
     if groups > 1:
@@ -132,7 +132,7 @@ def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
 
 @cache
 def _differences(kh: int, kw: int, device: torch.device) -> Tensor:
-    """Return the index of each pair of offsets' difference, `[(kh * kw)**2]`."""
+    """Return, for each pair of offsets, the index of their difference, `[(kh * kw)**2]`."""
     rows, columns = torch.arange(kh, device=device), torch.arange(kw, device=device)
     down = (rows - rows[:, None])[:, None, :, None] + kh - 1
     right = (columns - columns[:, None])[None, :, None, :] + kw - 1

@@ -122,7 +122,7 @@ class ConvLayer(Layer):
     ) -> tuple[Tensor, Tensor]:
         """Return patches and gradients times vectors, computed as a convolution with few channels.
 
-        It computes in the gradient's dtype, at least in float32.
+        The dtype is the gradient's, or float32 if that is less precise.
         """
         groups, dtype = self.shape.groups, torch.promote_types(g.dtype, torch.float32)
         vectors, module = of_inputs.shape[-1], self.module

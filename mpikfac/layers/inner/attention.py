@@ -16,7 +16,7 @@ SOURCES = ("query", "key", "value")
 
 
 class ProjectionLayer(InnerLayer):
-    """Cover a projection of queries, keys, values or, with `source=""`, the attention's result."""
+    """Cover a projection of queries, keys, values or (`source=""`) of the attention's result."""
 
     arguments = SOURCES
     module: nn.MultiheadAttention
@@ -37,7 +37,7 @@ class ProjectionsLayer(Layer):
     The groups have separate factors and numbers of positions, like three linear layers.
 
     Args:
-        watched: for each group, the weight whose product to find, and the part of the weight.
+        watched: for each group, the weight whose product is to be found, and the index of its part.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from mpikfac.layers.layer import Layer
 
 
 class CellLayer(InnerLayer):
-    """Cover a cell's linear layer for the input or for the hidden state, all gates together."""
+    """Cover a cell's linear layer for the input or the hidden state, with all gates together."""
 
     arguments = ("input", "hx")
     module: nn.RNNCellBase

@@ -1,6 +1,6 @@
 """Find products with a weight in autograd's graph, and record them as linear layers.
 
-A module such as an attention multiplies by its weights itself, not in submodules. In the graph of
+A module such as an attention multiplies by its weights itself, without submodules. In the graph of
 the forward pass, these products are the nodes that use the transposed weight. A hook on such a node
 receives the gradient of the product. This affects neither other layers nor the module's results.
 """
@@ -66,7 +66,7 @@ class InnerLayer(Layer):
                 f"layer {self.name!r}: no product with the weight is in autograd's graph; train "
                 f"the module first-order with {skipping([self.path])}"
             )
-        # The last product has all remaining rows of the weight.
+        # The last product uses all remaining rows of the weight.
         number, outputs = min(self._part, len(products) - 1), self.shape.outputs
         start = (self._part - number) * outputs
         x = self.input_of(dict(zip(self.arguments, positional)) | named, products[number])
@@ -127,7 +127,7 @@ def products_with(weight: Tensor, last: Node, inputs: Iterable[Tensor]) -> list[
 
 
 def _part_of(weight: Tensor, node: Node, output: int) -> int | None:
-    """Return which part of the transposed weight a node passes on, or None."""
+    """Return which part of the transposed weight a node passes on; None if it passes on none."""
     transposed, part = False, 0
     while node is not None and node.name() in PASSED_ON:
         transposed |= node.name() == TRANSPOSED

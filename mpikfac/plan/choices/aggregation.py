@@ -45,11 +45,11 @@ class Aggregation(Choice):
         raise NotImplementedError
 
     def weights(self, products: Any) -> Any:
-        """Return the weights of the vectors, `[ranks]`, for all inner products `[ranks, ranks]`."""
+        """Return the vectors' weights `[ranks]`, given their inner products `[ranks, ranks]`."""
         raise NotImplementedError
 
     def combiner(self, ranks: int, like: Any, first: int) -> Any:
-        """Return an object that combines shards by inner products, and remembers earlier steps.
+        """Return an object that combines shards using inner products, and remembers earlier steps.
 
         It is a `mpikfac.numerics.ByVector` with the same arguments; None if the rule's weights are
         enough.
@@ -68,8 +68,8 @@ class Aggregation(Choice):
         """Return the rule for messages that contain factors, a `FactorAggregation`.
 
         Args:
-            blocks: first and last (exclusive) element of each factor, and the position of its
-                number of examples.
+            blocks: the start and stop of each factor's elements, and the position of its number of
+                examples.
         """
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class FactorAggregation:
     """A rule that combines blocks of statistics, each with its number of examples.
 
     Attributes:
-        blocks: first and last (exclusive) element of each block, and the position of its number of
+        blocks: the start and stop of each block's elements, and the position of its number of
             examples.
     """
 

@@ -1,4 +1,4 @@
-"""Which ranks decompose factors, precondition gradients and step weights."""
+"""Which ranks decompose factors, precondition gradients and update weights."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Reduction = Literal["allreduce", "reduce_scatter", "local"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Assignment(Choice):
-    """The ranks that decompose the factors of a layer, precondition its gradient and step it.
+    """The ranks that decompose the factors of a layer, precondition its gradient and update it.
 
     Attributes:
         assignment_strategy: the load that is balanced over ranks when factors of order n are
             assigned: "compute" (n^3) or "memory" (n^2).
-        colocate_factors: one rank owns both factors of a layer, A and G; otherwise they can have
-            different owners.
+        colocate_factors: whether one rank owns both factors of a layer, A and G; otherwise, they
+            can have different owners.
         replicate_below: factors of a lower order are decomposed by every gradient worker of their
             layer, and not sent [SPD-KFAC, Shi et al. 2021]; 0 for no factors.
         factor_reduction: where factors are averaged. "allreduce": on all ranks. "reduce_scatter":
             on the owner of each factor, which decomposes it; other ranks keep no factors. "local":
             not at all; an owner uses only its own batch, which is a different estimator [DP-KFAC,
             Zhang et al. 2022].
-        shard_optimizer: gradients are reduced to the owner of a layer, which preconditions and
-            steps the layer; the weights are then gathered [ZeRO-1, Rajbhandari et al. 2020].
-            Otherwise, each rank steps the whole model.
+        shard_optimizer: whether gradients are reduced to the owner of a layer, which preconditions
+            them and updates the layer, after which weights are gathered [ZeRO-1, Rajbhandari et al.
+            2020]. Otherwise, each rank updates the whole model.
     """
 
     assignment_strategy: Literal["compute", "memory"] = "compute"
@@ -83,7 +83,7 @@ class HybridOpt(Assignment):
 
     Attributes:
         grad_workers: the number of ranks that precondition a layer; it divides the number of ranks.
-        grad_worker_fraction: the same as a fraction of the ranks, but at least one rank. Set at
+        grad_worker_fraction: the same number as a fraction of the ranks, at least one rank. Set at
             most one of the two; by default, half of the ranks precondition a layer.
     """
 

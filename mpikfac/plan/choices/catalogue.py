@@ -30,9 +30,9 @@ class Named:
             triangles and vectors, 4N are those of all gradients, and 4R those of the matrices that
             replace gradients.
         strategy: the choices, for any number of ranks.
-        same: whether the estimator is the same as on one rank: results equal those of a single
-            process with the joined batch and the same `refresh`, if shards have equal sizes or
-            statistics use all examples (`subsample=1`).
+        same: whether the estimator is the same as on one rank. If so, results equal those of a
+            single process with the joined batch and the same `refresh`, provided that shards have
+            equal sizes or statistics use all examples (`subsample=1`).
         settings: settings of `KFAC` that belong to the method.
     """
 
@@ -80,22 +80,22 @@ NAMED: dict[str, Named] = {
         Strategy(MemOpt()),
     ),
     "hybrid": Named(
-        "A grid of ranks: some workers per layer get its bases, and each sends the preconditioned "
-        "gradient to some other ranks; `grad_workers` or `grad_worker_fraction` sets their number, "
-        "half of the ranks by default",
+        "Ranks form a grid: some workers per layer get its bases, and each sends the "
+        "preconditioned gradient to some other ranks; `grad_workers` or `grad_worker_fraction` "
+        "sets the number of workers, half of the ranks by default",
         "KAISA, SC21",
         "2 (P-1)/P 4T + (w-1)/P 4F + (P-w)/P 4N",
         Strategy(HybridOpt()),
     ),
     "sharded-optimizer": Named(
         "Gradients and factors are reduced to a layer's owner, which decomposes, preconditions and "
-        "steps it; weights are gathered",
+        "updates it; weights are gathered",
         "CVPR19",
         "(P-1)/P 4T + 0 + 0",
         Strategy(_SHARDED),
     ),
     "spd-kfac": Named(
-        "Factors are averaged during the backward pass in messages of three layers, and small ones "
+        "Factors are averaged during the backward pass, three layers per message, and small ones "
         "are decomposed everywhere",
         "SPD-KFAC",
         "2 (P-1)/P 4T + (P-1)/P 4F of the large ones + 0",
@@ -197,7 +197,7 @@ def get_strategy(name: str) -> tuple[Strategy, dict[str, Any]]:
     if name not in NAMED:
         near = get_close_matches(name, NAMED, n=1)
         known = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(NAMED)}"
-        without_lab = " (`import mpikfac.lab` adds those of the lab)"
+        without_lab = " (`import mpikfac.lab` adds the lab's)"
         more = "" if "mpikfac.lab" in sys.modules else without_lab
         raise ValueError(f"strategy={name!r} is unknown; {known}{more}")
     return NAMED[name].strategy, dict(NAMED[name].settings)

@@ -36,7 +36,7 @@ def check_divides(name: str, count: int, ranks: int) -> None:
     """Check that the ranks can be divided into groups of `count`.
 
     Raises:
-        ValueError: `count` does not divide `ranks`; the message calls the count `name`.
+        ValueError: `count` does not divide `ranks`; the message refers to it as `name`.
     """
     if count < 1 or ranks % count:
         raise ValueError(
@@ -49,7 +49,7 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     """Check that `value` is allowed.
 
     Raises:
-        ValueError: it is another value; the message calls it `name` and lists the allowed values.
+        ValueError: it is not allowed; the message refers to it as `name` and lists allowed values.
     """
     if value not in allowed:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
@@ -59,7 +59,7 @@ def check_count(name: str, value: Any, least: int) -> int:
     """Return `value` if it is a whole number >= `least`.
 
     Raises:
-        ValueError: the value is something else; the message calls it `name`.
+        ValueError: the value is something else; the message refers to it as `name`.
     """
     count = plain(value)
     if type(count) is not int or count < least:
@@ -71,7 +71,7 @@ def check_positive(name: str, value: Any) -> None:
     """Check that `value` is a number above 0; infinity is accepted.
 
     Raises:
-        ValueError: the value is something else; the message calls it `name`.
+        ValueError: the value is something else; the message refers to it as `name`.
     """
     if type(value) not in (int, float) or not value > 0:
         raise ValueError(f"{name}={value!r} must be a number above 0")
@@ -81,7 +81,7 @@ def check_share(name: str, value: Any) -> None:
     """Check that `value` is a number in [0, 1].
 
     Raises:
-        ValueError: the value is something else; the message calls it `name`.
+        ValueError: the value is something else; the message refers to it as `name`.
     """
     if type(value) not in (int, float) or not 0 <= value <= 1:
         raise ValueError(f"{name}={value!r} must be a number from 0 to 1")
@@ -91,7 +91,7 @@ def check_fraction(name: str, value: Any) -> None:
     """Check that `value` is a number in [0, 1), such as a momentum.
 
     Raises:
-        ValueError: the value is something else; the message calls it `name`.
+        ValueError: the value is something else; the message refers to it as `name`.
     """
     if type(value) not in (int, float) or not 0 <= value < 1:
         raise ValueError(f"{name}={value!r} must be a number from 0 to below 1")
@@ -101,7 +101,7 @@ def check_size(name: str, value: Any) -> float:
     """Return `value` if it is a finite number >= 0.
 
     Raises:
-        ValueError: the value is something else; the message calls it `name`.
+        ValueError: the value is something else; the message refers to it as `name`.
     """
     size = plain(value)
     if type(size) not in (int, float) or not 0 <= size < math.inf:

@@ -20,7 +20,7 @@ class Choice:
     are known as soon as their module is imported.
 
     Attributes:
-        name: the method as programs and files spell it: "comm-opt", "bfloat16".
+        name: the method's name in programs and files, such as "comm-opt" or "bfloat16".
         needs: what the method and its fields require of other choices.
     """
 
@@ -28,7 +28,7 @@ class Choice:
     needs: ClassVar[tuple[Combination, ...]] = ()
 
     def __repr__(self) -> str:
-        """Return the call that constructs the value, without fields at their defaults."""
+        """Return the call that constructs the value, omitting fields with default values."""
         return differing(self)
 
 
@@ -44,7 +44,7 @@ def _derived(base: type[C]) -> Iterator[type[C]]:
 
 
 def differing(value: Any) -> str:
-    """Return the call that constructs a dataclass, without fields at their defaults."""
+    """Return the call that constructs an instance of a dataclass, omitting default values."""
     given = ((f.name, getattr(value, f.name)) for f in fields(value) if not _is_default(value, f))
     return f"{type(value).__name__}({', '.join(f'{name}={each!r}' for name, each in given)})"
 

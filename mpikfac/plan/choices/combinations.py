@@ -2,7 +2,7 @@
 
 Choices have dotted names: those of a `Strategy`, such as "transport.overlap", the preconditioner,
 and the settings of `KFAC`. A name can also be a property of a method, such as "sync.local_steps",
-so that no row here names a method of the lab. What a method requires is declared in its own file.
+so that no row here names a method from the lab. What a method requires is declared in its own file.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class Choices:
-    """The choices of a run by dotted name: those of its strategy, and other settings by name."""
+    """The choices of a run: those of its strategy by dotted name, and other settings by name."""
 
     def __init__(self, strategy: Strategy, settings: Mapping[str, Any] | None = None) -> None:
         self._strategy, self._settings = strategy, settings or {}
 
     def __or__(self, settings: Mapping[str, Any]) -> Choices:
-        """Return the choices with additional settings, or with changed values of settings."""
+        """Return the choices with the given settings added or replaced."""
         return Choices(self._strategy, {**self._settings, **settings})
 
     def __contains__(self, name: str) -> bool:
-        """Return whether there is a choice with that name."""
+        """Return whether there is a choice called `name`."""
         try:
             self[name]
         except (AttributeError, KeyError):
@@ -94,8 +94,8 @@ class Combination:
     Attributes:
         choice: the name of the choice.
         values: the values that have requirements; None for all values except `default`.
-        needs: the required value of other choices, by name; or an `AtLeast`, `Above`, `OneOf` or
-            `Same`.
+        needs: the required values of other choices, by name; a value can also be an `AtLeast`,
+            `Above`, `OneOf` or `Same`.
         why: the reason, as the end of a sentence.
         default: the value without requirements, if `values` is None.
         any_of: it is enough if one requirement is met.
@@ -109,7 +109,7 @@ class Combination:
     any_of: bool = False
 
     def applies(self, choices: Choices) -> bool:
-        """Return whether the choice's value has requirements, of which `choices` has at least one.
+        """Return whether the choice's value requires something of at least one choice in `choices`.
 
         Requirements on choices that are not in `choices` cannot be checked.
         """
@@ -119,19 +119,19 @@ class Combination:
         return value != self.default if self.values is None else value in self.values
 
     def unmet(self, choices: Choices) -> list[str]:
-        """Return the names of unmet requirements; none if a single met one is enough."""
+        """Return the names of unmet requirements; none if one of `any_of` them is met."""
         checked = [name for name in self.needs if name in choices]
         unmet = [name for name in checked if not _fits(self.needs[name], choices[name], choices)]
         return [] if self.any_of and len(unmet) < len(checked) else unmet
 
 
 def check(table: Iterable[Combination], choices: Choices, of: str = "") -> None:
-    """Check that `choices` meet the requirements of `table`.
+    """Check that `choices` meets the requirements in `table`.
 
-    Requirements of choices that `choices` do not contain are not checked.
+    Requirements on choices that `choices` does not contain are not checked.
 
     Args:
-        of: the layer that the choices belong to, as " of layer 'conv1'".
+        of: the layer that the choices belong to, such as " of layer 'conv1'".
 
     Raises:
         ValueError: a requirement is not met; the message states all of them, the values and the
@@ -190,13 +190,13 @@ STRATEGY: tuple[Combination, ...] = (
         "transport.overlap",
         (True,),
         {"transport.virtual_ranks": None, "transport.packing": "triangle"},
-        "layers are sent while the backward pass records them",
+        "each layer is sent as soon as the backward pass has recorded it",
     ),
     Combination(
         "transport.ranks_per_node",
         None,
         _AT_ONCE,
-        "ordered sums and overlapped messages have a single level",
+        "ordered sums and overlapped messages support only one level",
     ),
     Combination(
         "transport.owner_sums",
@@ -209,7 +209,7 @@ STRATEGY: tuple[Combination, ...] = (
         "transport.owner_sums",
         ("alltoall",),
         {"transport.fusion": None, "transport.overlap": False},
-        "an exchange of parts is one message",
+        "the parts are exchanged in one message",
     ),
     Combination(
         "transport.balanced_shards",
@@ -218,13 +218,13 @@ STRATEGY: tuple[Combination, ...] = (
             **{"transport.fusion": None, "transport.overlap": False},
             **{"refresh.stagger": 1, "transport.virtual_ranks": None},
         },
-        "shards cover all layers, in one message",
+        "the shards of all layers are sent in one message",
     ),
     Combination(
         "transport.balanced_shards",
         (True,),
         {"transport.owner_sums": "reduce"},
-        "MPI reduces shards",
+        "equal shards are reduced by MPI",
     ),
     Combination(
         "transport.reduce_factors_at",
@@ -239,7 +239,7 @@ STRATEGY: tuple[Combination, ...] = (
         "sync.local_steps",
         (True,),
         {"assignment.shard_optimizer": False, **_AT_ONCE},
-        "each rank steps the whole model with its own gradient",
+        "each rank updates the whole model with its own gradient",
     ),
     Combination(
         "sync.waits_for_all",

@@ -94,7 +94,7 @@ class Compression:
                 )
 
     def __repr__(self) -> str:
-        """Return the call that constructs the value, without fields at their defaults."""
+        """Return the call that constructs the value, omitting fields with default values."""
         return differing(self)
 
 

@@ -1,4 +1,4 @@
-"""The lengths of directions, and bounds on a step."""
+"""The lengths of directions, and bounds on steps."""
 
 from __future__ import annotations
 
@@ -250,5 +250,5 @@ def _check_bound(name: str, bound: Number) -> None:
 
 
 def _at_start(number: Number) -> Any:
-    """Return the number at step 0."""
+    """Return the number, or the value of a schedule at step 0."""
     return plain(number(0)) if callable(number) else number

@@ -24,7 +24,7 @@ class Strategy:
     published method, `mpikfac.lab` has more of them, and you can derive your own.
 
     Attributes:
-        assignment: which ranks decompose factors, precondition gradients and step weights.
+        assignment: which ranks decompose factors, precondition gradients and update weights.
         sync: what ranks exchange to train one model, and when.
         compression: how values are encoded in messages.
         refresh: when factors are decomposed, and by which ranks.
@@ -48,7 +48,7 @@ class Strategy:
             check(method.needs, choices)
 
     def __repr__(self) -> str:
-        """Return the call that constructs the value, without fields at their defaults."""
+        """Return the call that constructs the value, omitting fields with default values."""
         return differing(self)
 
     def _methods(self) -> list[Choice]:
@@ -65,7 +65,7 @@ class Strategy:
         """
         shards = self.assignment.shard_optimizer
         transport = replace(self.transport, reduce_factors_at="factors", packing="triangle")
-        if not shards:  # because no owner computes sums then
+        if not shards:  # because then no owner computes sums
             transport = replace(transport, owner_sums="reduce", balanced_shards=None)
         return replace(
             self,
@@ -75,10 +75,10 @@ class Strategy:
         )
 
     def check_ranks(self, ranks: int) -> None:
-        """Check that the number of ranks suits the columns, the nodes and the virtual ranks.
+        """Check that the number of ranks is compatible with the columns, nodes and virtual ranks.
 
         Raises:
-            ValueError: the number does not suit one of them.
+            ValueError: it is not compatible with one of them.
         """
         self.assignment.workers(ranks)
         self.sync.check_ranks(ranks)

@@ -60,7 +60,7 @@ class Synchronization(Choice):
         """Check that each rule can aggregate what it is used for.
 
         Raises:
-            ValueError: a rule cannot.
+            ValueError: a rule cannot aggregate it.
         """
         given = {"aggregation": "vectors", "factor_aggregation": "factors"}
         for name, what in given.items():
@@ -101,13 +101,13 @@ class Synchronization(Choice):
         return None
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`; missing axes have their defaults."""
+        """Return the method's values on the axes of `axes`; axes left out have their defaults."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Synchronous(Synchronization):
-    """Aggregate gradients at each step; all ranks take the same step.
+    """Aggregate gradients in every step; all ranks take the same step.
 
     Attributes:
         aggregation: how the ranks' gradients are combined.

@@ -41,7 +41,7 @@ class TensorParallelPlan:
         for name, axis in self.layers.items():
             one_of(f"layer {name!r}: channels", axis, CHANNELS)
         if self.layers and self.tp_size == 1:
-            raise ValueError("tp_size=1 splits no layer; use tp_size of at least 2, or no layers")
+            raise ValueError("tp_size=1 splits no layer; use tp_size >= 2, or pass no layers")
 
     def check_ranks(self, ranks: int) -> None:
         """Check that all groups have the same size.
@@ -52,7 +52,7 @@ class TensorParallelPlan:
         if ranks % self.tp_size:
             possible = ", ".join(map(str, divisors(ranks)))
             raise ValueError(
-                f"tp_size={self.tp_size} must divide the {ranks} ranks: one of {possible}"
+                f"tp_size={self.tp_size} must divide the {ranks} ranks; try one of {possible}"
             )
 
     def group(self, rank: int, ranks: int) -> range:
@@ -86,7 +86,7 @@ class Sliced:
     dim: int
 
     def span(self, member: int, tp_size: int) -> tuple[int, int]:
-        """Return the first and last (exclusive) index of a member's slice."""
+        """Return the start and stop index of a member's slice."""
         return span(self.shape[self.dim], member, tp_size)
 
     def slice_of(self, member: int, tp_size: int) -> tuple[str, Shape]:
@@ -124,7 +124,7 @@ class Split:
 
 
 def span(count: int, member: int, tp_size: int) -> tuple[int, int]:
-    """Return the first and last (exclusive) of `count` channels that a group's member has."""
+    """Return the start and stop of those of `count` channels that a group's member has."""
     return count * member // tp_size, count * (member + 1) // tp_size
 
 
@@ -138,7 +138,7 @@ SPLIT: tuple[Combination, ...] = (
         "tp_size",
         None,
         {"sync.aggregation": "mean"},
-        "a rank has only the gradient of a slice, so ranks cannot be compared",
+        "a rank has only a slice of the gradient, so ranks cannot be compared",
         default=1,
     ),
     Combination(
@@ -152,7 +152,7 @@ SPLIT: tuple[Combination, ...] = (
         "tp_size",
         None,
         {"compression.gradients.clip_norm": None},
-        "a rank has only the gradient of a slice, whose norm is not that of the gradient",
+        "a rank has only a slice of the gradient, and the norm of all of it is needed",
         default=1,
     ),
     Combination(

@@ -14,14 +14,14 @@ class Transport:
     """When values are sent, and in which messages.
 
     Attributes:
-        reduce_factors_at: when ranks average factors. "factors": at each step with new statistics;
+        reduce_factors_at: when ranks average factors. "factors": in each step with new statistics;
             "inverses": only before a decomposition; until then, each rank keeps running averages
             of its own shards of the data. Averages over time and over ranks commute.
         packing: the form in which a factor is sent: a folded "triangle", or the full "square".
         fusion: the number of layers whose factors, decompositions or preconditioned gradients share
             a message, or a list with this number for each message. None: a single message contains
-            all layers; with `overlap`, buckets of 25 MiB in float32, and the first one of 1 MiB, as
-            in torch's DistributedDataParallel.
+            all layers; with `overlap`, layers form buckets of 25 MiB in float32, but the first one
+            holds 1 MiB, as in torch's DistributedDataParallel.
         overlap: whether reductions overlap with the backward pass: a thread sends each message with
             gradients or factors as soon as the backward pass has reached the message's layers,
             gradients before factors. Factors can be in transit until they are needed. A step must
@@ -29,13 +29,13 @@ class Transport:
         owner_sums: who computes sums for owners: MPI ("reduce"), or the owners themselves, in rank
             order ("alltoall").
         balanced_shards: whether reductions to owners and gathers from owners pass through equal
-            shards of all ranks, which are fast in every MPI: always, never, or (None) if messages
-            are large and the largest owner has more than twice the mean number of elements.
+            shards on all ranks, which every MPI library handles fast. None: only if messages are
+            large and the largest owner has more than twice the mean number of elements.
         ranks_per_node: the number of consecutive ranks on a node: messages then have two levels,
-            inside nodes and between nodes. None: messages have one level.
+        within nodes and between nodes. None: messages have one level.
         virtual_ranks: the number of parts into which a batch is divided. Gradients and statistics
-            of the parts are added in order, so every number of ranks that divides it gives the same
-            bits [VirtualFlow, Or et al. 2022]. None: MPI adds them in an order of its choice.
+            of the parts are added in order, so every number of ranks that divides it gives
+            bitwise equal results [VirtualFlow, Or et al. 2022]. None: MPI adds them in any order.
     """
 
     reduce_factors_at: Literal["factors", "inverses"] = "factors"
@@ -63,5 +63,5 @@ class Transport:
             check_count("virtual_ranks", self.virtual_ranks, 1)
 
     def __repr__(self) -> str:
-        """Return the call that constructs the value, without fields at their defaults."""
+        """Return the call that constructs the value, omitting fields with default values."""
         return differing(self)

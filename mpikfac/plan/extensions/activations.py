@@ -1,4 +1,4 @@
-"""The messages of split layers, and their bytes compared to data parallel layers.
+"""The messages of split layers, and their sizes compared with those of data parallel layers.
 
 Between modules, activations have one of two forms. "examples": a rank has its own examples, with
 all channels. "channels": a rank has all examples of the group, with a slice of the channels.
@@ -22,8 +22,8 @@ class LayerCall:
 
     Attributes:
         weight: the shape of the weight: outputs, inputs, and the kernel of a convolution.
-        taken: the number of elements in the inputs of the rank's batch, of all calls.
-        given: the number of elements in the outputs of the rank's batch, of all calls.
+        taken: the number of elements in the inputs of all calls, for the rank's batch.
+        given: the number of elements in the outputs of all calls, for the rank's batch.
         differentiated: whether the backward pass needs the gradient of the input.
         follows: the layer whose outputs reach this layer only through modules that act on each
             channel separately; "" for none.
@@ -67,7 +67,7 @@ class Place:
 
 
 def places(calls: Sequence[LayerCall], axes: Mapping[str, Channels]) -> dict[str, Place]:
-    """Return the role of each layer: of two split layers in a row, the first passes on slices."""
+    """Return each layer's role; of two consecutive split layers, the first passes on its slices."""
     taking = {c.name for c in calls if c.name in axes and c.follows in axes}
     giving = {call.follows for call in calls if call.name in taking}
     return {c.name: Place(axes.get(c.name), c.name in taking, c.name in giving) for c in calls}
@@ -79,7 +79,7 @@ def activation_messages(
     """Return the messages of a layer's activations in a step, forward and then backward.
 
     Args:
-        statistics: include the messages for K-FAC's statistics.
+        statistics: whether to include the messages for K-FAC's statistics.
     """
     if place.axis is None or tp_size == 1:
         return []
@@ -114,7 +114,7 @@ def activation_messages(
 def gradient_messages(
     numbers: int, split: bool, tp_size: int, ranks: int, itemsize: int
 ) -> list[Message]:
-    """Return the messages of a layer's gradient, as if they were not fused with other layers'."""
+    """Return the messages of a layer's gradient, as if they were not fused with other messages."""
     stage, peers = names.REDUCE_GRADIENTS, ranks // tp_size
     if not split or tp_size == 1:
         unsplit = [message(stage, "Allreduce", "world", [(0, numbers)], ranks, itemsize)]
@@ -148,9 +148,9 @@ def wire_bytes(messages: Iterable[Message]) -> int:
 def tensor_parallel_table(
     calls: Sequence[LayerCall], tp_plan: TensorParallelPlan, ranks: int, itemsize: int = 4
 ) -> str:
-    """Return a table of each layer's data and model parts, and its bytes per step.
+    """Return a table of how ranks divide each layer's data and weights, and what it sends per step.
 
-    The last column contains the bytes that data parallelism would take.
+    The last column contains the bytes that a data parallel layer would send.
     """
     at = places(calls, tp_plan.layers)
     groups = "without split layers"

@@ -14,17 +14,17 @@ def request(rank: RankPlan, turn: int | None = None) -> Layout:
 
 
 def reply(rank: RankPlan, turn: int | None = None) -> Layout:
-    """Return the layout of the reply to a `request`: decompositions, NaN for a failure."""
+    """Return the layout of the reply to a `request`: decompositions, NaN where one failed."""
     return layouts.of_blocks([rank.decomposed(turn)])
 
 
 def send_factors(rank: RankPlan, turn: int | None = None) -> list[Message]:
-    """Return the messages with factors to the curvature server."""
+    """Return the messages that send factors to the curvature server."""
     return _across(rank, names.SEND_FACTORS, "Send", request(rank, turn))
 
 
 def receive_bases(rank: RankPlan, turn: int | None = None) -> list[Message]:
-    """Return the messages with decompositions from the curvature server."""
+    """Return the messages that receive decompositions from the curvature server."""
     return _across(rank, names.RECEIVE_BASES, "Recv", reply(rank, turn))
 
 

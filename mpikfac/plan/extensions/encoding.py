@@ -14,7 +14,7 @@ from mpikfac.plan.stages import (
 
 
 def encodes(rank: RankPlan) -> bool:
-    """Return whether a stage has encoded messages."""
+    """Return whether any stage has encoded messages."""
     return rank.strategy.compression != Compression()
 
 

@@ -1,4 +1,4 @@
-"""The state of grafting by Adam's steps: averages of squared gradients, and momenta."""
+"""The state of grafting with Adam's steps: averages of squared gradients, and momenta."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mpikfac.plan.of_rank import RankPlan
 def memory_of_grafting(rank: RankPlan, grafting: Grafting) -> dict[str, int]:
     """Return the bytes that a rank keeps for the lengths of directions, by kind.
 
-    Uncovered parameters that the rank steps count as layers. Normalised rows need one value per row
-    of a matrix, and Adam's steps in eigenbases need the gradients in these bases. Momentum needs
-    the momenta, and the means from which the next directions are computed.
+    Uncovered parameters that the rank updates count as layers. Normalised rows need one value per
+    row of a matrix, and Adam's steps in eigenbases need the gradients in these bases. Momentum
+    needs the momenta, and the means from which the next directions are computed.
     """
     if not grafting.by_adam or not rank.layers:
         return {"lengths": 0, "momenta": 0}

@@ -11,10 +11,10 @@ from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, Codec
 from mpikfac.plan.layout import ALIGNMENT, Layout, Span
 
 Kind = Callable[[str], Hashable]
-# Elements that are reduced at once: MPI's temporaries stay small and in cache, which is faster than
-# reducing everything at once and needs less memory.
+# The number of elements to reduce at once: MPI's temporaries stay small and in the cache, which is
+# faster and needs less memory than reducing everything at once.
 PIECE = 2**22
-BATCH = 2**18  # elements of a batch of overlapped reductions, and of a piece of one reduction
+BATCH = 2**18  # elements per batch of overlapped reductions, and per piece of one reduction
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Message:
             parts to other parts of the same elements.
         over: "world", "column" or "row", or one level of these; or "curvature", the
             intercommunicator to curvature servers.
-        spans: first and last (exclusive) elements in the stage's arena. For Reduce_scatter,
+        spans: starts and stops of elements in the stage's arena. For Reduce_scatter,
             Alltoall, Allgatherv and "Isend, Irecv": every member's part, in order; for Alltoallv:
             the rows for every member, in order.
         root: the destination of a Reduce or Send, or the source of a Bcast or Recv.
@@ -38,7 +38,7 @@ class Message:
         codec: the encoding; None for unencoded values.
         rule: the rule that combines the values of ranks; None for sums and copies.
         to: for "Isend, Irecv", every member's part after the message, in order.
-        sizes: for Alltoallv, bytes from every member to every member.
+        sizes: for Alltoallv, the bytes from every member to every member.
     """
 
     stage: str
@@ -98,7 +98,7 @@ def combinations(
     itemsize: int,
     rule: Aggregation | FactorAggregation,
 ) -> list[Message]:
-    """Return messages that combine an arena of one segment by a rule, on rank `member`.
+    """Return messages that combine an arena of one segment with a rule, on rank `member`.
 
     Each rank receives a shard of all vectors, and sends the result to all. In between, rules with
     weights need the sum of the shards' inner products, in float64.
@@ -116,7 +116,7 @@ def combinations(
 
 
 def in_order(stage: str, layout: Layout, ranks: int, itemsize: int) -> list[Message]:
-    """Return messages that sum an arena in rank order, to the same bits on any number of ranks."""
+    """Return messages that sum an arena in rank order; any number of ranks gives the same bits."""
     if ranks == 1 or layout.size == 0:
         return []
     return [message(stage, "Send, Bcast", "world", [(0, layout.size)], ranks, itemsize)]
@@ -155,8 +155,8 @@ def rows(
     """Return the message in which members exchange rows, on rank `member`.
 
     Args:
-        counts: rows from every member to every member.
-        size: bytes per row.
+        counts: the number of rows from every member to every member.
+        size: the number of bytes per row.
     """
     own = counts[member]
     if len(own) == 1:
@@ -212,7 +212,7 @@ def message(
 
 
 def shard_length(elements: int, members: int) -> int:
-    """Return the number of elements in a shard if members have equal shards of `elements`."""
+    """Return the number of elements per shard if `elements` are divided equally among members."""
     blocks = -(-elements // ALIGNMENT)
     return -(-blocks // members) * ALIGNMENT
 

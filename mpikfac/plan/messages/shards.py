@@ -49,7 +49,7 @@ def in_shards(
 
     Args:
         seat: the member's seat; None for one level.
-        always: use shards even if parts are small or nearly equal.
+        always: whether to use shards even if parts are small or nearly equal.
     """
     parts: list[Message] = []
     for whole in of_team:

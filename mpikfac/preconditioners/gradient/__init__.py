@@ -1,4 +1,4 @@
-"""Preconditioners whose factors come from the averaged gradient, computed by their owners."""
+"""Preconditioners whose factors are computed from the averaged gradient by their owners."""
 
 from mpikfac.preconditioners.gradient.kl_shampoo import KLShampoo as KLShampoo
 from mpikfac.preconditioners.gradient.muon import Muon as Muon

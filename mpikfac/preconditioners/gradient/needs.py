@@ -43,5 +43,5 @@ def needs_of(name: str, grafting: Mapping[str, object]) -> tuple[Combination, ..
         Combination(
             "preconditioner", one, usual, "neither the loss nor a root's misfit is predicted"
         ),
-        Combination("preconditioner", one, grafting, "another grafting undoes the direction"),
+        Combination("preconditioner", one, grafting, "other graftings would undo the direction"),
     )

@@ -1,4 +1,4 @@
-"""Recommend a batch, servers, ranks and a strategy for training on a machine. No MPI.
+"""Recommend a batch size, servers, ranks and a strategy for training. Runs without MPI.
 
     mpikfac advise --model resnet50 --ranks 64 --machine v100-edr --factor_update_steps 10
 
@@ -81,12 +81,12 @@ def advise(options: AdviseOptions) -> int:
 
 
 def images_to_cover(messages: float, per_image: float) -> int:
-    """Return the minimum number of images per rank that take as long to compute as messages."""
+    """Return the minimum number of images per rank that take as long to compute as the messages."""
     return max(1, math.ceil(messages / per_image - 1e-9))
 
 
 def servers_to_hide(size: float, clients: int, bandwidth: float, computing: float) -> int:
-    """Return the minimum number of servers whose messages fit in the clients' computing time.
+    """Return the minimum number of servers whose messages the clients' computing time covers.
 
     Every client pushes gradients and fetches weights, `size` bytes each, in equal parts to and from
     all servers. A server moves `bandwidth` bytes per second.
@@ -108,14 +108,14 @@ def efficient(steps: Mapping[int, float], least: float) -> int:
 
 
 def growing(options: AdviseOptions) -> tuple[str, ...]:
-    """Return the stages whose computation grows with the batch, unlike factors of the gradient."""
+    """Return the stages whose time grows with the batch; that of gradient factors does not."""
     chosen = options.preconditioner
     of_gradient = chosen is not None and chosen.form.of == "gradient"
     return PASSES if of_gradient else (*PASSES, "statistics")
 
 
 def overlap_choices(options: AdviseOptions) -> list[AdviseOptions]:
-    """Return the options with and without overlap, or unchanged if they set it."""
+    """Return the options with and without overlap, or only as given if they set it."""
     values = [options.given[OVERLAP]] if OVERLAP in options.given else [True, False]
     return [replace(options, given={**options.given, OVERLAP: value}) for value in values]
 
@@ -134,7 +134,7 @@ def needs(row: Row, options: AdviseOptions) -> Row:
 
 
 def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> Iterator[Row]:
-    """Yield rows of variants with other workers and levels, which compute the same results."""
+    """Yield rows of variants with other workers and levels that compute the same results."""
     for row in variants(options, network_of(options), ranks, machine, {"": {}}):
         if row["change"]:
             yield row | needs(row, options) | {"overlap": options.given[OVERLAP]}
@@ -143,8 +143,8 @@ def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine
 def best(rows: Sequence[Row]) -> Row:
     """Return the fastest strategy.
 
-    Strategies with the results of a single process are preferred to strategies with a different
-    estimator, or with only an upper bound as prediction, and these to training without K-FAC.
+    Strategies that compute the results of a single process are preferred to those with a different
+    estimator or with only an upper bound as prediction, and the latter to training without K-FAC.
     """
     candidates = [row for row in rows if "left_out" not in row]
     rank = min(_place(row["strategy"]) for row in candidates)
@@ -285,7 +285,7 @@ def of_ranks(
     changed, because these apply to a single number of ranks.
 
     Raises:
-        ValueError: the strategy, or a choice of the options, does not fit a single rank.
+        ValueError: a single rank does not support the strategy or a choice of the options.
     """
     assert options.efficiency, "it is set"
     named = [row for row in rows if "left_out" not in row and not row.get("change")]

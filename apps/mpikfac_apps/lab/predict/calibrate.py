@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     Collective over: world.
 
     Raises:
-        SystemExit: code 2 after one line about a mistake that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
     return run_on_ranks(lambda ranks: parse(argv, ranks), calibrate)
 
@@ -69,7 +69,7 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
     """Return the checked options.
 
     Raises:
-        ValueError: an option is wrong, or the job has a single rank.
+        ValueError: an option is invalid, or the job has a single rank.
     """
     options = CALIBRATE.read(argv)
     if options.out.is_dir():
@@ -152,7 +152,7 @@ def measured(
 
 
 def groups(comm: mpikfac.comm.Comm) -> Iterator[tuple[int, int]]:
-    """Yield the size and the distance between members of communicators: rows and columns."""
+    """Yield the sizes of communicators and the distances between members, for rows and columns."""
     for size in mpikfac.plan.divisors(comm.size)[1:]:
         for distance in sorted({1, comm.size // size}):
             yield size, distance
@@ -171,7 +171,7 @@ def message_samples(
     hosts_of = {c: {host for host, of in zip(hosts, colors) if of == c} for c in colors}
     nodes = max(map(len, hosts_of.values()))
     if distance > 1 and nodes == 1:
-        return []  # as fast as neighbours
+        return []  # as fast as between neighbours
     sharing = max(sum(host in group_hosts for group_hosts in hosts_of.values()) for host in hosts)
     group = cast(mpikfac.comm.Comm, comm.Split(colors[comm.rank], comm.rank))
     grid = mpikfac.comm.Grid(group, 1, mpikfac.Trace())
@@ -321,7 +321,7 @@ def rates(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], .
 
 
 def visit(comm: mpikfac.comm.Comm, networks: Sequence[TimedNetwork]) -> None:
-    """Measure more steps of all networks.
+    """Time additional steps of all networks.
 
     Collective over: comm.
     """

@@ -47,7 +47,7 @@ SEARCH = ("search", "picture")
 
 
 def strategy_names(text: str) -> tuple[str, ...]:
-    """Return the strategies named in a text such as "sgd,comm-opt,sgd:local-sgd", or "all".
+    """Return the strategies in a list such as "sgd,comm-opt,sgd:local-sgd", or "all".
 
     Raises:
         ValueError: a name is unknown.
@@ -72,7 +72,7 @@ class PredictionOptions:
             ImageNet, the number that your own model has, and 10 for all other networks.
         strategy: the names of strategies, separated by commas: comm-opt,mem-opt. "all": all names
             that `mpikfac strategies` lists, and "sgd", which is training without K-FAC.
-            "sgd:local-sgd": training without K-FAC under a strategy.
+            "sgd:local-sgd": training without K-FAC, with a strategy.
         preconditioner: the preconditioner of every strategy with factors; a strategy with vectors
             keeps its own. null: the preconditioner with which each strategy was published.
         inv_update_steps: the number of steps between two decompositions of the factors. null: 50
@@ -107,7 +107,7 @@ class PredictionOptions:
 
 @dataclass(frozen=True)
 class SimulateOptions(PredictionOptions):
-    """Predict step times of strategies on a machine, for any number of ranks. No MPI.
+    """Predict step times of strategies on any number of ranks. Runs without MPI.
 
     Args:
         search: print the Pareto-optimal choices: strategies, workers, two levels, intervals and
@@ -121,7 +121,7 @@ class SimulateOptions(PredictionOptions):
 
 @dataclass(frozen=True)
 class AdviseOptions(PredictionOptions):
-    """Recommend a batch, servers and a strategy that hide messages on a machine. No MPI.
+    """Recommend a batch size, servers and a strategy that hide messages. Runs without MPI.
 
     Args:
         efficiency: the minimum efficiency, such as 0.8, for which the largest number of ranks is
@@ -132,7 +132,7 @@ class AdviseOptions(PredictionOptions):
 
 
 def model_names(text: str) -> tuple[str, ...]:
-    """Return the models named in a text such as "resnet20,my_models.py:build".
+    """Return the models in a list such as "resnet20,my_models.py:build".
 
     Raises:
         ValueError: a name is unknown.
@@ -156,7 +156,7 @@ class CalibrateOptions:
             resnet20,timm:resnet18,my_models.py:build.
         input: the shape of an example, such as 3,32,32, instead of a network's default shape;
             required for your own model.
-        tokens: if set, examples for your own model are whole numbers below `tokens`; null for real
+        tokens: if set, examples for your own model are integers below `tokens`; null for real
             numbers.
         batch_per_rank: the numbers of images per step on each rank, separated by commas: 8,32,128.
             Predictions for numbers in between are interpolated linearly.
@@ -172,7 +172,7 @@ class CalibrateOptions:
 
 
 def first_preset(names: str) -> dict[str, Any]:
-    """Return the options of the first strategy in a text; for "sgd" and "all", of COMM-OPT."""
+    """Return the options of the first strategy in a list; for "sgd" and "all", of COMM-OPT."""
     return preset(names.partition(",")[0].strip().removeprefix(SGD)) or preset(COMM_OPT)
 
 

@@ -1,4 +1,4 @@
-"""Predict the steps of strategies by name: a row for each strategy and number of ranks. No MPI."""
+"""Predict the steps of named strategies, one row per strategy and number of ranks, without MPI."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class NetworkShapes:
     """What predictions need to know about a network.
 
     Attributes:
-        covered: the shapes with K-FAC.
-        bare: the shapes without K-FAC.
+        covered: the layer shapes for training with K-FAC.
+        bare: the layer shapes for training without K-FAC.
         calls: the calls of the covered layers in a pass on a rank.
     """
 

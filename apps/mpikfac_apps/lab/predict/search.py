@@ -1,4 +1,4 @@
-"""Search for the Pareto-optimal choices of a strategy. No MPI.
+"""Search for the Pareto-optimal choices of a strategy. Runs without MPI.
 
     mpikfac simulate --search true --model resnet50 --ranks 1024 --machine a100-hdr
 
@@ -41,7 +41,7 @@ WIRES: Mapping[str, Mapping[str, str]] = {
     "int8": _compressed("int8", "bfloat16"),
 }
 """The choices of compression by name, from the most to the least precise."""
-STEP = 1.03  # ratio of consecutive values of a cost; predictions are not more accurate than this
+STEP = 1.03  # ratio of consecutive values of a cost; predictions are no more accurate than this
 COST = ("seconds", "sent", "memory")
 PER_NODE = "transport.ranks_per_node"
 Options = TypeVar("Options", bound=PredictionOptions)
@@ -130,7 +130,7 @@ def changed(options: Options, change: Mapping[str, Any]) -> Options:
 
 
 def alike(name: str) -> bool:
-    """Return whether a strategy has the results of one process with the joined batch."""
+    """Return whether a strategy computes the results of one process with the joint batch."""
     way = mpikfac.plan.NAMED.get(name)
     return way is not None and way.same and way.strategy.refresh == mpikfac.Refresh()
 
@@ -222,7 +222,7 @@ def heading(options: PredictionOptions, machine: mpikfac.predict.Machine) -> lis
         job_in_words(options),
         *machine_in_words(machine),
         "The choices that no other choice with the same intervals and compression beats:",
-        "  ms of a mean step, MiB sent by a rank in a mean step, and MiB kept by the fullest rank;",
+        "  ms of a mean step, MiB sent by a rank in a mean step, and maximum MiB kept by a rank;",
         f"  values that differ by less than {STEP - 1:.0%} can count as equal",
         "* its results differ from those requested; predictions do not show how well it trains",
     ]
@@ -271,6 +271,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         panel.set(title=number(count, "rank"), xlabel="MiB sent by a rank", ylabel="ms per step")
         panel.grid(alpha=0.3)
     keys = [Patch(color=f"C{place}") for place in range(len(names))]
-    words = "hollow: results other than those requested; area: memory of the fullest rank"
+    words = "hollow: results other than those requested; area: maximum memory of a rank"
     figure.legend(keys, names, loc="outside lower center", ncols=5, title=words)
     write_picture(figure, path)

@@ -1,4 +1,4 @@
-"""Predict step times of strategies on a machine, for any number of ranks. No MPI.
+"""Predict step times of strategies on any number of ranks of a machine. Runs without MPI.
 
     mpikfac simulate --model resnet50 --ranks 16,256,4096 --machine v100-edr --inv_update_steps 100
 
@@ -63,7 +63,7 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
         "Milliseconds of a step: mean; plain: a step without new factors; factors: a step with",
         "  new factors; bases: a step with new factors and bases. Parts of the mean: comm, when a",
         "  rank does nothing but communicate, and wait, when it waits for slower ranks.",
-        "MiB kept by the fullest rank, without model, momenta and grafting; MiB sent by",
+        "Maximum MiB kept by a rank, without model, momenta and grafting; MiB sent by",
         "  a rank in a mean step",
         "sgd: overlaps its messages with the backward pass if that is faster",
         "* upper bounds, as if no core were free for background work and all factors had changed",

@@ -1,1 +1,1 @@
-"""Published results beside what this project predicts, measures or has recorded."""
+"""Compare published results with what this project predicts, measures or has recorded."""

@@ -1,4 +1,4 @@
-"""Write an artifact description: hardware, versions, commands, expected and found numbers."""
+"""Write an artifact description: hardware, versions, commands, expected and actual values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reproduced(NamedTuple):
     """An entry and its rows.
 
     Attributes:
-        refusal: why it was not possible to find the rows here; "" if it was.
+        refusal: why the rows could not be computed here; "" if they could.
     """
 
     entry: Entry
@@ -65,7 +65,7 @@ def write(directory: Path, results: Sequence[Reproduced]) -> list[Path]:
 
 
 def facts(entry: Entry) -> Iterator[tuple[str, str]]:
-    """Yield names and texts of what reproducing a result takes."""
+    """Yield the names and descriptions of what is needed to reproduce a result."""
     yield "paper", entry.paper
     yield "source", entry.source
     yield "data", entry.data
@@ -79,7 +79,7 @@ def head(entry: Entry) -> tuple[str, ...]:
 
 
 def cells(entry: Entry, row: Row) -> tuple[str, ...]:
-    """Return the texts of a row: what, where, expected, found, deviation and verdict."""
+    """Return the cells of a row: what, where, expected, found, deviation and verdict."""
     verdict = entry.verdict(row) or "agrees"
     numbers = digits(row.published), digits(row.found), deviation(entry, row)
     return (row.what, row.where, *numbers, verdict)
@@ -103,7 +103,7 @@ def tolerance(entry: Entry) -> str:
 
 
 def hardware() -> Iterator[tuple[str, str]]:
-    """Yield names and values of the machine's parts."""
+    """Yield the names and values of the machine's components."""
     yield "processor", _processor()
     yield "cores of this process", str(len(os.sched_getaffinity(0)))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""An entry of `mpikfac reproduce`: a published result, and how to find it again."""
+"""An entry of `mpikfac reproduce`: a published result, and how to reproduce it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple
 
 
 class Row(NamedTuple):
-    """A published number, and the number found here.
+    """A published value, and the value found here.
 
     Attributes:
         where: the network, ranks or machine.
-        published: the expected number; see `Entry.expected`.
-        miss: the reason why the numbers are known to differ by more than the tolerance; "" if they
+        published: the expected value; see `Entry.expected`.
+        miss: the reason why the values are known to differ by more than the tolerance; "" if they
             should agree.
     """
 
@@ -30,19 +30,19 @@ class Entry:
 
     Attributes:
         about: what is compared.
-        paper: the short name of the paper in docs/reference/references.md; "method of" it, if the
-            numbers are not the paper's own.
-        source: the table, figure or formula with the expected numbers.
-        found: how `rows` finds its numbers. "recorded": in the results of `again`, which takes
+        paper: the short name of the paper in docs/reference/references.md, after "method of" if the
+            values are not the paper's.
+        source: the table, figure or formula with the expected values.
+        found: how `rows` finds its values. "recorded": in the results of `again`, which takes
             hours.
         tolerance: the largest deviation of a row without a `miss`.
         seconds: the time of `command` on two idle cores.
         rows: computes the rows, in less than a minute.
         data: the data set that the command reads.
-        again: the command that measures recorded numbers again.
-        expected: where the expected numbers are from, the title of their column.
-        points: whether rows are percentages, whose deviation is a difference in points; else it is
-            relative.
+        again: the command that repeats the recorded measurements.
+        expected: the source of the expected values, as the title of their column.
+        points: whether rows are percentages, whose deviation is a difference in points; otherwise,
+            it is relative.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def command(self) -> str:
-        """The command that finds the numbers again."""
+        """The command that reproduces the values."""
         return self.again or f"mpikfac reproduce {self.name}"
 
     def off(self, row: Row) -> float:
@@ -70,7 +70,7 @@ class Entry:
         return row.found - row.published if self.points else row.found / row.published - 1
 
     def verdict(self, row: Row) -> str:
-        """Return "" for a row as expected, "miss" for a known miss, and else what is wrong."""
+        """Return "" for a row as expected, "miss" for a known miss, otherwise what is wrong."""
         if abs(self.off(row)) <= self.tolerance:
             return "within the tolerance, but listed as a miss" if row.miss else ""
         return "miss" if row.miss else "outside the tolerance"

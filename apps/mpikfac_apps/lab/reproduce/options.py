@@ -11,12 +11,12 @@ from mpikfac_apps.options.fields import positional
 
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """List published results, or find one of them again. No MPI.
+    """List published results, or reproduce one of them. Runs without MPI.
 
     Args:
         name: the result to reproduce; null lists all results, or writes them all to `appendix`.
         appendix: a directory for an artifact description, artifact.md and artifact.html: hardware,
-            versions, commands, expected and found numbers; null for none.
+            versions, commands, expected and actual values; null for none.
     """
 
     name: str | None = positional(default=None)

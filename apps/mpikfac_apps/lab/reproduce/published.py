@@ -1,4 +1,4 @@
-"""Published numbers of ResNet-50 beside predictions. No MPI."""
+"""Compare published values for ResNet-50 with predictions, without MPI."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ KFAC_EPOCHS = {
     (64, 50): 7 * 60 + 17,
 }
 """Seconds of an epoch of "KFAC (10)" by number of GPUs and by the epochs of the run."""
-SLOW_RUN = "published epochs of the two runs on 64 GPUs differ by a factor of 1.5, without a reason"
+SLOW_RUN = "published epochs of two runs on 64 GPUs differ by a factor of 1.5, with no reason given"
 OLD_SGD = "SGD's published step included reading images, with the software of 2020"
-MANY_MESSAGES = "published with more than a hundred messages of gradients"
+MANY_MESSAGES = "published for more than a hundred gradient messages"
 ACKNOWLEDGMENTS = "simulated acknowledgments take bandwidth from the opposite direction"
 
 
@@ -106,7 +106,7 @@ def spd_kfac_profile() -> Iterator[Row]:
 
 
 def sc20_ratios() -> Iterator[Row]:
-    """Yield the steps of K-FAC-opt in units of SGD's."""
+    """Yield the step times of K-FAC-opt relative to SGD's."""
     for intervals, ranks in (((10, 100), (16, 64, 256)), ((50, 500), (64,))):
         steps = iter(steps_of(ranks, "kfac-opt", *intervals))
         for count, sgd, kfac in zip(ranks, steps, steps):
@@ -116,7 +116,7 @@ def sc20_ratios() -> Iterator[Row]:
 
 
 def sc20_steps() -> Iterator[Row]:
-    """Yield the milliseconds of steps of SGD and of K-FAC, with 32 images on each GPU."""
+    """Yield the step times of SGD and K-FAC in milliseconds, with 32 images on each GPU."""
     steps = iter(steps_of(SGD_EPOCHS, "kfac-lw", 1, 10))
     predicted = {ranks: (next(steps), next(steps)) for ranks in SGD_EPOCHS}
     runs = [("SGD", 0, (ranks, 90), seconds, OLD_SGD) for ranks, seconds in SGD_EPOCHS.items()]
@@ -131,7 +131,7 @@ def sc20_steps() -> Iterator[Row]:
 def steps_of(
     ranks: Iterable[int], strategy: str, factor_update_steps: int, inv_update_steps: int
 ) -> list[float]:
-    """Return the seconds of a step of SGD, then of a strategy, for each number of ranks."""
+    """Return the step times of SGD and of a strategy in seconds, for each number of ranks."""
     words = f"--machine v100-edr --model resnet50 --ranks {','.join(map(str, ranks))}"
     words += f" --strategy sgd,{strategy} --preconditioner eigen --grafting none"
     words += " --transport.overlap false"
@@ -142,7 +142,7 @@ def steps_of(
 
 
 def smpi_collectives() -> Iterator[Row]:
-    """Yield the milliseconds of collectives on simulated hosts."""
+    """Yield the times of collectives on simulated hosts in milliseconds."""
     values = record("collectives.json")
     level = Level(values["latency"], values["bandwidth"] / values["divided_by"])
     machine = Machine("simulated hosts", level, (), {})

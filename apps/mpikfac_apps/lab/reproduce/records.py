@@ -1,4 +1,4 @@
-"""Results that commands of this repository have recorded, beside published numbers."""
+"""Compare results that commands of this repository have recorded with published values."""
 
 from __future__ import annotations
 

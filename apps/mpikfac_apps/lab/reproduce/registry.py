@@ -56,10 +56,10 @@ _ENTRIES = (
         name="sc20-steps",
         about="steps of SGD and K-FAC, ResNet-50",
         paper="SC20",
-        source=f"seconds of an epoch in {SC20_RESULTS}, over the steps of an epoch. Assumed, as "
-        "the file does not say so: K-FAC-lw, V100, 32 images on each GPU, factors in every step; "
-        "the file has bases in every tenth. SGD's epoch of 4:08 on 64 GPUs contradicts its run, "
-        "which took 5:32 per epoch",
+        source=f"seconds of an epoch in {SC20_RESULTS}, divided by the steps of an epoch. Assumed, "
+        "as the file does not say so: K-FAC-lw, V100, 32 images on each GPU, factors in every "
+        "step; the file says that bases are computed in every tenth step. SGD's epoch of 4:08 on "
+        "64 GPUs contradicts its run, which took 5:32 per epoch",
         found="predicted",
         tolerance=0.2,
         seconds=8,
@@ -78,7 +78,7 @@ _ENTRIES = (
     ),
     Entry(
         name="exchange-rules",
-        about="steps of exchanges beside the rules of their papers",
+        about="steps of exchanges, compared with the rules in their papers",
         paper="methods of Lin et al. 2020, Douillard et al. 2023 and 2025, Parle, LSGD, DASO",
         source="the rules in numpy, mpikfac_apps/lab/reproduce/rules.py",
         found="measured",

@@ -1,4 +1,4 @@
-"""List published results, or print one beside what is predicted or measured here.
+"""List published results, or compare one with what is predicted or measured here.
 
 mpikfac reproduce
 mpikfac reproduce sc20-steps
@@ -23,15 +23,15 @@ WIDTH = 96
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print published results; return 0, 1 for an unexpected number, or 2 for invalid options."""
+    """Print published results; return 0, 1 for an unexpected value, or 2 for invalid options."""
     return cli.run(REPRODUCE.program, lambda: reproduce(REPRODUCE.read(argv)))
 
 
 def reproduce(options: ReproduceOptions) -> int:
-    """Print the list, or one result, or write the appendix; return 0, or 1 if a number is wrong.
+    """Print the list, or one result, or write the appendix; return 0, or 1 if a value is wrong.
 
     Raises:
-        ValueError: there is no such result, or it cannot be found here.
+        ValueError: there is no such result, or it cannot be reproduced here.
         OSError: a file cannot be written.
     """
     if options.name is None and options.appendix is None:
@@ -48,11 +48,11 @@ def reproduce(options: ReproduceOptions) -> int:
 
 
 def found(entry: Entry, alone: bool) -> Reproduced:
-    """Return the rows of an entry, or why it is not possible to find them here.
+    """Return the rows of an entry, or the reason why they cannot be computed here.
 
     Raises:
-        ValueError: it is not possible, and no other entry remains.
-        OSError: see ValueError.
+        ValueError: they cannot be computed, and no other entry remains.
+        OSError: a file is missing, and no other entry remains.
     """
     try:
         return Reproduced(entry, list(entry.rows()))
@@ -76,7 +76,7 @@ def chosen(name: str) -> Entry:
 
 
 def as_expected(result: Reproduced) -> bool:
-    """Return whether rows were found and are within the tolerance, except for known misses."""
+    """Return whether there are rows, all within the tolerance except for known misses."""
     entry, rows, refusal = result
     return not refusal and all(entry.verdict(row) in ("", "miss") for row in rows)
 
@@ -98,13 +98,13 @@ def listing() -> list[str]:
     return [
         *table([head, *rows], left=4),
         "",
-        "mpikfac reproduce NAME prints the published numbers and those found here. Recorded",
-        "numbers are those of a command that takes hours, which it prints.",
+        "mpikfac reproduce NAME prints the published values and those found here. Recorded values",
+        "come from a command that takes hours; the output names this command.",
     ]
 
 
 def section(result: Reproduced) -> list[str]:
-    """Return lines about a result: source, data, command and numbers."""
+    """Return lines about a result: source, data, command and values."""
     entry, rows, refusal = result
     facts = [f"{name}: {text}" for name, text in appendix.facts(entry)]
     lines = [line for fact in facts for line in textwrap.wrap(fact, WIDTH, subsequent_indent="  ")]

@@ -1,6 +1,6 @@
-"""Published rules of exchanges between ranks, in numpy, on least squares that differ by rank.
+"""Published exchange rules in numpy, on least-squares problems that differ between ranks.
 
-Each rule is written from its paper for all ranks together, and shares no code with the library.
+Each rule is written from its paper for all ranks at once, and shares no code with the library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = 12
 
 
 def quadratic(rank: int) -> tuple[Weights, Weights]:
-    """Return matrix `[8, SIZE]` and target `[8]` of a rank's loss `|A w - b|^2 / 2`."""
+    """Return the matrix `[8, SIZE]` and target `[8]` of a rank's loss `|A w - b|^2 / 2`."""
     random = np.random.default_rng(rank)
     return random.normal(size=(8, SIZE)), random.normal(size=8)
 
@@ -36,7 +36,7 @@ def gradients(weights: Weights) -> Weights:
 
 
 def within(nodes: int, numbers: Weights) -> Weights:
-    """Return the means of neighbouring ranks, in so many nodes, for each rank."""
+    """Return, for each rank, the mean over the ranks of its node."""
     means = numbers.reshape(nodes, -1, SIZE).mean(1, keepdims=True)
     return np.broadcast_to(means, (nodes, len(numbers) // nodes, SIZE)).reshape(numbers.shape)
 
@@ -52,7 +52,7 @@ def infrequent(
 ) -> list[Weights]:
     """Return the weights of all ranks after each step of local SGD or DiLoCo.
 
-    The rules of [Lin et al. 2020] and [Douillard et al. 2023].
+    They follow the rules of [Lin et al. 2020] and [Douillard et al. 2023].
     """
     w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
     before, outer, found = w[0].copy(), np.zeros(SIZE), []
@@ -101,8 +101,8 @@ def lsgd(
 ) -> list[Weights]:
     """Return the weights of all ranks after each step of LSGD [Teng et al. 2019].
 
-    With `copies`, neighbouring ranks step a copy together; the sum of their losses decides. The
-    losses are those since a leader last changed.
+    With `copies`, neighbouring ranks train a copy together, and the sum of their losses decides who
+    leads. Losses are summed from the last change of a leader.
     """
     every = every or rule.sync_every
     losses = [quadratic(rank) for rank in range(ranks)]
@@ -138,8 +138,8 @@ def parle(
 ) -> list[Weights]:
     """Return the weights of all ranks after each step of Parle [Chaudhari et al. 2018].
 
-    Both pulls grow with the exchanges so far, the present one included, and never above 1 and 10
-    in the authors' program. With `copies`, neighbouring ranks step a copy together.
+    Both pulls grow with each exchange, the current one included; in the authors' program, they
+    never exceed 1 and 10. With `copies`, neighbouring ranks train a copy together.
     """
     every = rule.sync_every
     y, v, found = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE)), []
@@ -183,7 +183,7 @@ def streaming_diloco(
 ) -> list[Weights]:
     """Return the weights of all ranks after each step of Streaming DiLoCo.
 
-    The weights are the first part of two, and votes the second [Douillard et al. 2025].
+    Of two parts, the first holds the weights, the second the votes [Douillard et al. 2025].
     """
     w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
     before, outer, found = w[0].copy(), np.zeros(SIZE), []
@@ -209,7 +209,7 @@ def streaming_diloco(
 def projection(weights: ArrayLike) -> float:
     """Return the projection of weights `[ranks, SIZE]` on a random vector.
 
-    Unlike a norm, it changes with a sign, or if ranks are exchanged.
+    Unlike a norm, it changes if a sign flips, or if ranks are swapped.
     """
     rows = np.asarray(weights)
     return float((np.random.default_rng(0).normal(size=rows.shape) * rows).sum())
@@ -217,12 +217,12 @@ def projection(weights: ArrayLike) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """An exchange, and the weights by its published rule.
+    """An exchange, and the weights according to its published rule.
 
     Attributes:
         expected: returns the weights of all ranks after each of STEPS steps.
-        nesterov: whether SGD has Nesterov's momentum.
-        ranks_per_node: for an exchange that needs nodes.
+        nesterov: whether SGD uses Nesterov momentum.
+        ranks_per_node: the ranks per node, for an exchange that uses nodes.
     """
 
     sync: Synchronization
@@ -232,7 +232,7 @@ class Case:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of the steps."""
+        """The strategy with which the steps are taken."""
         transport = Transport(ranks_per_node=self.ranks_per_node)
         return Strategy(MemOpt(), sync=self.sync, transport=transport)
 
@@ -241,7 +241,7 @@ LOCAL_SGD = LocalSGD(sync_every=3)
 DILOCO = DiLoCo(sync_every=3)
 STREAM = DiLoCo(sync_every=4, fragments=2, delay=3, mixing=0.3)
 PARLE = Parle(sync_every=4, growth=0.5, outer_lr=0.1, outer_momentum=0.9)
-"""The authors' numbers, with a growth that reaches both limits within 60 steps."""
+"""The authors' values, with a growth that reaches both limits within 60 steps."""
 LEADER = LSGD(sync_every=3, leader_step=0.2, leader_pull=0.3)
 LATE = DASO(sync_every=4, delay=2)
 CASES = {

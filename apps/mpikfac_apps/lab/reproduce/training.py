@@ -1,4 +1,4 @@
-"""Trainings of seconds: a network with the default settings, and exchanges of weights."""
+"""Run short trainings: a network with the default settings, and replicas that exchange weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpikfac_apps.lab.reproduce import records, rules
 from mpikfac_apps.lab.reproduce.entry import Row
 
 RANKS = 4
-LIMIT = 900.0  # seconds of a program, which takes less than a minute on idle cores
+LIMIT = 900.0  # seconds; a program takes less than a minute on idle cores
 GRACE = 10.0  # seconds to end the ranks
 AUTOENCODER = {
     **{"model": "autoencoder", "data.name": "curves", "data.train_images": "10240"},
@@ -41,7 +41,7 @@ def defaults() -> Iterator[Row]:
 
 
 def exchanges() -> Iterator[Row]:
-    """Yield a projection of the weights of all ranks after steps with exchanges.
+    """Yield a projection of all ranks' weights after steps with exchanges.
 
     Raises:
         ValueError: the ranks fail.
@@ -58,7 +58,7 @@ def exchanges() -> Iterator[Row]:
 
 
 def run(arguments: Sequence[str], limit: float = LIMIT) -> None:
-    """Run Python with arguments, one thread for each rank.
+    """Run Python with arguments, with one thread per rank.
 
     Raises:
         ValueError: the program fails, or takes longer than `limit` seconds.
@@ -86,7 +86,7 @@ def run(arguments: Sequence[str], limit: float = LIMIT) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a program that still runs, with its ranks."""
+    """End a program that is still running, and its ranks."""
     process.terminate()  # mpirun ends its ranks
     try:
         process.wait(GRACE)

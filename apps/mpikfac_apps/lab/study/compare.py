@@ -2,8 +2,8 @@
 
     mpikfac compare runs/a runs/b --target 0.97 --figure curves.svg --table table.tex
 
-Seconds include only training steps, not evaluation and checkpoints. Runs that differ only by the
-seed are the seeds of a variant.
+Seconds include only training steps, not evaluation and checkpoints. Runs that differ only in the
+seed are treated as one variant.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpikfac_apps.options.fields import bounded, positional, read_by
 from mpikfac_apps.text import as_csv, latex, listed, show, table
 
 UNITS = ("steps", "epochs", "seconds")
-"""The units in which training until a test is measured."""
+"""The units in which the training before a test is measured."""
 Variants = Mapping[str, Sequence[Curve]]
 """The runs of each variant by its name: one run per seed."""
 
@@ -46,7 +46,7 @@ class CompareOptions:
     """Compare finished or running runs: a table, and curves by epoch and by seconds.
 
     Args:
-        runs: the directories of the runs; runs that differ only by the seed are the seeds of a
+        runs: the directories of the runs; runs that differ only in the seed are treated as one
             variant.
         target: the test accuracy for which times are reported, in per cent (97) or as a fraction
             (0.97); for autoencoders, the test error; for language models, bits per byte. null for
@@ -54,7 +54,7 @@ class CompareOptions:
         figure: a file to draw the curves into, .pdf, .png or .svg; null for none.
         png: another name for `figure`.
         table: a file for the values: .csv with one line per run, or .tex with a LaTeX table, which
-            has means if a variant has several seeds; null for none.
+            contains means if a variant has several seeds; null for none.
     """
 
     runs: list[Path] = positional()
@@ -223,7 +223,7 @@ def over_seeds(numbers: Sequence[float | None], shown: Callable[[float], str]) -
 def values(
     run_curves: Mapping[str, Curve], variants: Variants, target: float | None
 ) -> list[dict[str, Any]]:
-    """Return the values of each run: the last and best test, and the training to the target."""
+    """Return each run's last and best test results, and the training needed for the target."""
     names = {id(curve): name for name, runs in variants.items() for curve in runs}
     plain = []
     for run, curve in run_curves.items():
@@ -287,7 +287,7 @@ def sentences(variants: Variants, target: float) -> Iterator[str]:
 
 
 def to_target(variants: Variants, target: float, unit: str) -> dict[str, SeedMean]:
-    """Return the mean training to the target by variant, the shortest first.
+    """Return the mean training needed to reach the target by variant, shortest first.
 
     Variants with a seed that did not reach the target are left out.
     """

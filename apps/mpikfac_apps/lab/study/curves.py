@@ -1,4 +1,4 @@
-"""Read a run's metrics: the lines of the file, and the values of its tests after each epoch."""
+"""Read a run's metrics: the lines of the file, and the test results after each epoch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Reached(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """The results of a run's tests after each epoch, and the steps and seconds until then.
+    """The test results of a run after each epoch, and the steps and seconds until then.
 
     Attributes:
-        scales: the epoch and `kl_scale` of each line of metrics that has one.
+        scales: the epoch and `kl_scale` of each line of metrics that contains one.
     """
 
     measure: Measure

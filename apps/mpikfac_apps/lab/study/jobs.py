@@ -29,13 +29,13 @@ from mpikfac_apps.options.options import Options
 
 TICK = 0.1  # seconds between two checks of processes that should end
 LOOK = 1.0  # seconds between two checks of a running job
-PATIENCE = 60.0  # seconds that a job can take to end
+PATIENCE = 60.0  # seconds within which a job must end
 CELLS = "MPIKFAC_CELLS"
 """The environment variable that holds the directory of the cells, in the processes of a job."""
 KILLED = 128  # added to the number of the signal that has ended a rank
-# A note of an MPI launcher.
+# A note printed by an MPI launcher.
 NOTE = re.compile(r"^(-{60,}|={60,})$.*?^\1$", re.MULTILINE | re.DOTALL)
-FORM = {"code": int, "why": str, "seconds": float}  # of a result
+FORM = {"code": int, "why": str, "seconds": float}  # the fields of a result
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _job(words: list[str], output: Path, watch: Callable[[], None], mark: Mappin
                     stdout=subprocess.PIPE if queued else file,
                     stderr=file,
                     text=True,
-                    start_new_session=queued,  # else Ctrl-C ends sbatch before it prints a number
+                    start_new_session=queued,  # or Ctrl-C ends sbatch before it prints a number
                 )
             on_exit.enter_context(job)
             while (code := _ended(job)) is None:

@@ -18,7 +18,7 @@ class Measure:
     """A measure of a run's tests.
 
     Attributes:
-        name: the name in text.
+        name: the name used in text.
         best: returns the best of several values.
         worst: returns the worst of several values.
         perfect: the best possible value.

@@ -1,4 +1,4 @@
-"""Show the progress of a study: that of the running cell, and the time that remains."""
+"""Show the progress of a study: how far the running cell is, and how much time remains."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class StudyProgress:
     """The progress of a study: on a terminal, a line that changes; otherwise, a line per minute.
 
     The remaining time is an estimate: cells that have not run yet are assumed to take as long as
-    ended cells on average, and the running cell to continue at its pace.
+    finished cells on average, and the running cell to continue at its pace.
 
     Attributes:
-        seconds: the time that each ended cell took, including those of earlier starts of the study.
+        seconds: the time that each finished cell took, in this and in earlier starts of the study.
     """
 
     def __init__(self, cells: Sequence[Cell], directory: Path) -> None:

@@ -48,8 +48,8 @@ GROUPS = {
 }
 """Stages of a step by name in a report; all other stages are "other"."""
 WAITING, OTHER = "waiting", "other"
-# Options and choices about devices, transport and records change results only by rounding. Those
-# that are not in one of these sets change results.
+# Options and choices about devices, transport and records change results only by rounding. All
+# options outside of these sets change results.
 WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
     *("exit_code", "watchdog_timeout", "shrink", "log_every", "trace_steps", "threads", "metrics"),
@@ -215,7 +215,7 @@ def _json(path: Path, form: Any) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     if not files.has_form(content, form):
-        raise ValueError(f"{path} is damaged; delete the file: it has a different form")
+        raise ValueError(f"{path} is damaged, because its form is different; delete it")
     return content
 
 

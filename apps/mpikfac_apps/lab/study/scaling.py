@@ -1,7 +1,7 @@
-"""Predict the time to a target at many ranks: measured steps times predicted seconds per step.
+"""Predict the time to a target on many ranks: measured steps times predicted seconds per step.
 
 The number of steps for a batch size does not depend on the number of ranks that share the batch, so
-it can be measured on few ranks. A machine file predicts the time of a step at any number of ranks.
+it can be measured on few ranks. A machine file predicts the time of a step on any number of ranks.
 Each optimizer uses the batch with the shortest time.
 """
 
@@ -59,7 +59,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The predicted time to the target at a number of ranks, with the best measured batch.
+    """The predicted time to the target on a number of ranks, with the best measured batch.
 
     Attributes:
         name: the optimizer and, for K-FAC, the strategy.
@@ -156,7 +156,7 @@ def _steps_at(
         return
     if measured.kind == "kfac":
         for strategy in STRATEGIES:
-            with suppress(ValueError):  # the strategy cannot use the ranks
+            with suppress(ValueError):  # the strategy does not support the number of ranks
                 chosen = distributed(measured.cell.cell, strategy)
                 yield f"kfac ({strategy})", _step(machine, ranks, chosen)
         return
@@ -169,7 +169,7 @@ def _steps_at(
 
 
 def distributed(cell: Cell, strategy: str) -> Options:
-    """Return the options of a cell with a different strategy, but its own preconditioner."""
+    """Return a cell's options with a different strategy, but the cell's own preconditioner."""
     options = cell.options
     distribution, training = options.distribution, training_ranks(options, cell.ranks)
     _, settings = make_strategy(distribution, options.kfac, training)
@@ -183,7 +183,7 @@ def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> flo
     """Return the predicted time of a mean step, in seconds.
 
     Raises:
-        ValueError: the options are invalid for the ranks, or the machine lacks times.
+        ValueError: the options are invalid for the number of ranks, or the machine lacks times.
     """
     job = job_of(options, ranks, inv_update_steps(options, ranks))
     return mpikfac.predict.simulate(plan_of(options, ranks), machine, job).mean.seconds

@@ -1,4 +1,4 @@
-"""Group runs that differ only by the seed, and compute means with intervals or ranges."""
+"""Group runs that differ only in the seed, and compute means with intervals or ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpikfac import files
 from mpikfac_apps.options.documents import flattened, loaded
 from mpikfac_apps.text import listed
 
-# Student's t for an interval of 95 %, by degrees of freedom from 1.
+# Student's t for a 95 % interval, by degrees of freedom, starting at 1.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 NORMAL = 1.959964  # Student's t for infinitely many degrees of freedom
 OF_A_RUN = {"seed", "run_dir", "resume"}
@@ -110,7 +110,7 @@ def doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
 
 
 def by_seed(runs: Iterable[Path]) -> list[list[Path]]:
-    """Return runs in groups whose options differ only by the seed.
+    """Return runs in groups whose options differ only in the seed.
 
     A run without readable options forms its own group.
     """

@@ -115,8 +115,8 @@ class Study:
     """A study as described by its file.
 
     Attributes:
-        machine: the machine to predict step times for; None for no predictions.
-        predict_ranks: the numbers of ranks to predict the time to the target for.
+        machine: the machine for which step times are predicted; None for no predictions.
+        predict_ranks: the numbers of ranks for which the time to the target is predicted.
         measure: the measure of all cells' tests.
         target: the test result for which times are reported; None for the value that all complete
             cells reached.

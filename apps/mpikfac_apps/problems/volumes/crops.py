@@ -76,7 +76,7 @@ def read(path: str | None = None) -> Volume:
     """Return the volume of a folder with image.nii.gz and labels.nii.gz, or of MNI152.
 
     Raises:
-        ValueError: a package is missing, or a file is not a volume; the message has the remedy.
+        ValueError: a package is missing, or a file is not a volume; the message states the remedy.
     """
     if path is None:
         image, classes = template()
@@ -97,7 +97,7 @@ def read(path: str | None = None) -> Volume:
 def template() -> tuple[np.ndarray, np.ndarray]:
     """Return the T1 image of MNI152 and the classes: 1 for grey matter, 2 for white matter.
 
-    A voxel has the class whose fraction is above a half, or else 0.
+    A voxel gets the class whose fraction is above one half, or 0 if there is none.
 
     Raises:
         ValueError: nilearn is not installed.

@@ -85,7 +85,7 @@ def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tens
 def cut_and_mixed(
     images: Tensor, share: float, generator: np.random.Generator
 ) -> tuple[Tensor, float]:
-    """Return the images with a box of the partner's pixels, and the fraction of pixels kept.
+    """Return the images, each with a box of its partner, and the fraction of pixels kept.
 
     Args:
         share: the fraction of pixels kept if the whole box is inside the image.
@@ -116,7 +116,7 @@ def shares(labels: Tensor, classes: int, share: float) -> Tensor:
     The cross entropy of such a row is the weighted mean of the losses of both labels.
 
     Args:
-        share: the weight of an image itself; its partner has the rest.
+        share: the weight of an image itself; its partner gets the rest.
     """
     one_hot = F.one_hot(labels, classes).float()
     return share * one_hot + (1 - share) * partners(one_hot)

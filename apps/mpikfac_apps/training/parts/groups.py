@@ -61,11 +61,11 @@ def open_checkpoint(
     if len(steps) > 1:
         words = " and ".join(f"step {step}" if step >= 0 else "none" for step in sorted(steps))
         raise mpikfac.UserError(
-            f"the groups have no checkpoint of the same step, but {words}; use a different run_dir"
+            f"the groups have no checkpoint of the same step ({words}); use a different run_dir"
         )
     return checkpoint
 
 
 def writer(options: Options) -> str:
-    """Return a prefix for log lines on the screen if several groups write there, else ""."""
+    """Return a prefix for log lines on the screen if several groups write there, otherwise ""."""
     return f"{Path(options.run_dir).name}: " if options.codistillation.groups > 1 else ""

@@ -23,7 +23,7 @@ class PreparedModel:
         Collective over: problem.comm.
 
         Args:
-            starts: whether the run starts at step 0; otherwise, a checkpoint has the weights.
+            starts: whether the run starts at step 0; otherwise, a checkpoint contains the weights.
         """
         self.trace = mpikfac.Trace()
         self.model, self.optimizer = trainers.make_model(problem, starts)
@@ -39,6 +39,6 @@ class PreparedModel:
             self._frozen.begin_epoch(epoch)
 
     def detach(self) -> None:
-        """Turn split layers back into ordinary layers."""
+        """Restore the original layers if layers are split."""
         if self._split:
             self._split.detach()

@@ -75,7 +75,7 @@ def _by_layer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Convert the state's memory layout to that after a restart, so that both round equally."""
+    """Convert the state's memory layout to that after a restart, so that rounding is equal."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if torch.is_tensor(value):

@@ -44,7 +44,7 @@ def make_model(problem: Problem, starts: bool) -> tuple[nn.Module, torch.optim.O
 
     Args:
         starts: whether the run starts at step 0, with the weights of the option `weights`;
-            otherwise, a checkpoint has the weights.
+            otherwise, a checkpoint contains the weights.
     """
     comm, options = problem.comm, problem.options
     with mpikfac.comm.together(comm, "building the network"):
@@ -99,7 +99,7 @@ def split_layers(
 
 
 def give_feedback(problem: Problem, trainer: AnyTrainer) -> None:
-    """Train the blocks that the options name by direct feedback.
+    """Train the blocks that the options name with direct feedback.
 
     Collective over: problem.comm.
     """

@@ -28,7 +28,7 @@ class Training:
     Collective over: world, unless a docstring says otherwise.
 
     Args:
-        problem: has the loss and the options of the run.
+        problem: contains the loss and the options of the run.
 
     Attributes:
         trainer: the trainer of the run.

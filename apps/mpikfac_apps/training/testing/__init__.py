@@ -1,1 +1,1 @@
-"""Tests of the network: the best test of a run, and tests of checkpoints after a run."""
+"""Evaluate the network: the best result of a run, and checkpoints after a run."""

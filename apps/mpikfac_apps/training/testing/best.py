@@ -1,4 +1,4 @@
-"""Follow the tests of a run: keep the best weights, and count the tests since then."""
+"""Follow a run's test results: keep the best weights, and count the tests since then."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Test the network of a checkpoint, or of a file of weights, on the test images of its run.
+"""Evaluate the weights in a checkpoint, or in a separate file, on the test images of the run.
 
     mpikfac evaluate runs/a
     mpirun -n 4 mpikfac evaluate runs/a --weights runs/a/best.pt
 
-This is the same test as in the training program: the same images, measures and averages of weights.
+This repeats the training program's test, with the same images, measures and averages of weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Collective over: world.
 
     Raises:
-        SystemExit: with code 2, after a single line about an error that the user can correct.
+        SystemExit: with code 2, after a one-line message about an error that the user can correct.
     """
     return run_on_ranks(lambda _: EVALUATE.read(argv), evaluate)
 
@@ -61,7 +61,7 @@ def tested(
     device: torch.device,
     watchdog: Watchdog,
 ) -> str:
-    """Return a line with the results of the test, which has the run's time limits.
+    """Return a line with the results of the test, to which the run's time limits apply.
 
     Collective over: comm.
 
@@ -97,7 +97,7 @@ def tested(
 
 
 def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Options:
-    """Return the options of a checkpoint's run, with a batch that fits the number of ranks.
+    """Return the options of a checkpoint's run, with a batch that is a multiple of `ranks`.
 
     Raises:
         ValueError: the checkpoint has no settings, or its run would execute a Python file and

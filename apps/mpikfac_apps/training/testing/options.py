@@ -1,4 +1,4 @@
-"""The options for testing a run's network; help does not import torch."""
+"""The options for evaluating a run's network; help does not import torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mpikfac_apps.options.fields import in_home, positional
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Test the network of a checkpoint on the test images of its run, on one or more ranks.
+    """Evaluate the network in a checkpoint on the test images of its run, on one or more ranks.
 
     Args:
         path: the directory of a run, whose newest checkpoint is used, or of a checkpoint inside the
             directory of a run.
-        weights: a file of weights to test in place of the checkpoint's weights, such as
+        weights: a file of weights to evaluate in place of the checkpoint's weights, such as
             RUN_DIR/best.pt; null for the checkpoint's weights, or for their averages if the run has
             `ema_decay`.
         trust: execute the files FILE.py that the run's `model` and `data.name` name.

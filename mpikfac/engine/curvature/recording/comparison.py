@@ -1,4 +1,4 @@
-"""Compare each weight's gradient with that of the calls from which its factors are computed.
+"""Compare each weight's gradient with the gradient from the calls used to compute its factors.
 
 If a loss also uses a weight outside of the layer's calls, as a weight penalty does, no factor
 contains the curvature of that part of the gradient. A few random projections of `sum g a^T`, in
@@ -19,10 +19,10 @@ from mpikfac.layers import SIDE_BY_SIDE, EmbeddingLayer, Layer
 from mpikfac.numerics import is_sharded, without_autocast
 
 COMPARED = SIDE_BY_SIDE | {EmbeddingLayer}  # derived classes may compute something else
-PASSES = 3  # how many passes are compared
+PASSES = 3  # the number of passes to compare
 PROBES = 4
-LARGE = 0.2  # relative to the gradient
-ROUNDING = 16.0  # in units of the last place
+LARGE = 0.2  # the allowed difference, relative to the gradient
+ROUNDING = 16.0  # the allowed rounding error, in units of the last place
 
 Key = tuple[str, int | None]
 """A layer's name and group."""

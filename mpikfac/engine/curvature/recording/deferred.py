@@ -116,7 +116,7 @@ class DeferredMoments(Moments):
             stacks.setdefault((waiting.form(), calls[id(waiting.side)]), []).append(waiting)
         self._bytes = 0
         with self._stage_of_all(), torch.no_grad():
-            while stacks:  # frees the memory of a stack before the next one
+            while stacks:  # frees each stack's memory before the next
                 self._add_stack(stacks.popitem()[1])
 
     def _add_stack(self, stack: Sequence[Waiting]) -> None:

@@ -36,7 +36,7 @@ log = logging.getLogger("mpikfac")
 
 
 class RecordingHooks(Part):
-    """Record in the `moments` those calls of layers that count.
+    """Record those calls of layers that count, in the `moments`.
 
     A call counts if the model is in `train()` mode, recording is not paused, and a backward pass
     computes gradients of parameters from it. Calls that trace or export the model do not count. If
@@ -59,7 +59,7 @@ class RecordingHooks(Part):
         self.passes = 0
         # Whether the next call of a layer begins a pass, because a backward pass came in between.
         self._between = True
-        # The thread of the forward pass whose backward pass runs; other threads can test the model.
+        # The thread of the forward pass whose backward pass runs; others may evaluate the model.
         self._running: int | None = None
         self._interrupted = False
         self._followed = False  # whether gradients are noted at the end of the backward pass
@@ -87,7 +87,7 @@ class RecordingHooks(Part):
         self._outputs.come_first()
 
     def detach(self) -> None:
-        """Remove the hooks: until `attach`, the model behaves as without K-FAC."""
+        """Remove the hooks; until `attach`, the model behaves as it does without K-FAC."""
         if self.recording:
             self.recording = False
             _remove(self._hooks)
@@ -103,7 +103,7 @@ class RecordingHooks(Part):
         self._retained.clear()
 
     def check_ended(self) -> None:
-        """Warn if a step is about to use statistics of a backward pass that did not end."""
+        """Warn if a step is about to use statistics from a backward pass that did not end."""
         self._retained.clear()
         if self._running is not None or self._interrupted or self._moments.awaits_pass:
             log.warning(
@@ -169,7 +169,7 @@ class RecordingHooks(Part):
         """Record a call of a layer outside of backward passes: the previous pass has ended."""
         self._interrupted |= self._running is not None
         self._running, self._followed = None, False
-        if self._between:  # the program calls parts of the model, not the model
+        if self._between:  # the program calls parts of the model, not the model itself
             self._begin_pass()
 
     # -- backward passes -------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class RecordingHooks(Part):
         """
         if self.paused:
             return
-        if not makes_gradients(layer.in_use):  # only a gradient of inputs
+        if not makes_gradients(layer.in_use):  # the pass only computes gradients of inputs
             self._await_derivative(layer, g)
             return
         self._follow_gradients(layer)
@@ -202,7 +202,7 @@ class RecordingHooks(Part):
         self._moments.add(layer, x, g, forward_pass, self._turn)
 
     def _follow_gradients(self, layer: Layer) -> None:
-        """Drop passes whose gradients were removed, and arrange to note this pass's gradients."""
+        """Drop passes whose gradients were removed; at the pass's end, note its gradients."""
         if self._followed:
             return
         self._followed = True
@@ -227,7 +227,7 @@ class RecordingHooks(Part):
             self._retained.note(self._moments.recorded, accumulated)
 
     def _note_backward(self, thread: int) -> None:
-        """Note a call that counts in a backward pass of a thread's forward pass."""
+        """Record that a backward pass has reached a call made by a forward pass in `thread`."""
         self._between = True
         if self._running is None:
             self._running = thread
@@ -241,7 +241,7 @@ class RecordingHooks(Part):
         """Warn once if the loss turns out to depend on `g`, a gradient with respect to an input.
 
         With `create_graph=True`, `g` has a graph; a backward pass that computes gradients of
-        parameters only runs through it if the loss contains the gradient of the input.
+        parameters runs through this graph only if the loss contains the gradient of the input.
         """
         g = outside_of_transforms(g)
         if not self._derivatives_told and g.grad_fn is not None:

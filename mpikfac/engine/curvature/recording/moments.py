@@ -63,7 +63,7 @@ class Moments(Part):
         self._layers = bound_layers(layers, factors, estimator)
         self.recorded: set[str] = set()
         self._finished: set[str] = set()
-        self._counted: dict[str, ExampleCounts] = {}  # of finished layers
+        self._counted: dict[str, ExampleCounts] = {}  # the counts of finished layers
         self._uneven: set[str] = set()  # layers named in an earlier warning
         self.vectors, self.chosen = Counter[str](), Counter[str]()
         self._stage: Callable[[], AbstractContextManager[None]]  # times a call
@@ -140,7 +140,7 @@ class Moments(Part):
         Args:
             layer: the layer, or one of its groups.
             x: the inputs of the call.
-            g: the gradients at the outputs, from the current backward pass.
+            g: the gradients with respect to the outputs, from the current backward pass.
             forward_pass: the number of the call's forward pass.
             turn: describes a backward pass that is one of several replacing the loss's pass.
         """
@@ -199,7 +199,7 @@ class Moments(Part):
         if turn is None:
             power = (0.5 if sums.vector else 1.0) * (2 if layer.of_part else 1)
             return weight * self.estimator.num_per_example_loss_terms**power
-        # A mean over this pass only, not over all microbatches.
+        # The loss is a mean over this pass only, not over all microbatches.
         if layer.of_part:
             return turn.weight * weight * (turn.rows * turn.terms)
         return turn.weight * weight * (examples * (turn.rows if layer.of_batch else examples))
@@ -293,7 +293,7 @@ class Moments(Part):
 
 
 def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
-    """Warn about layers that saw different numbers of a batch's examples; `sets` is by number."""
+    """Warn about layers that saw different numbers of a batch's examples: `sets`, by number."""
     seen = [
         f"{number} examples by {', '.join(map(repr, names[:3]))}{' ...' * (len(names) > 3)}"
         for number, names in sorted(sets.items())
@@ -310,14 +310,14 @@ def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
 
 
 def _check_rows(layer: Layer, examples: int, rows: int) -> None:
-    """Check that the number of rows of the outputs is the number of examples.
+    """Check that the number of rows of the outputs equals the number of examples.
 
     Raises:
         ValueError: outputs have a row for each position, so the gradients of positions would mix.
     """
     if rows != examples:
         raise ValueError(
-            f"fisher_type='type-2' needs one row of outputs per example, but record() has {rows} "
+            f"fisher_type='type-2' needs one row of outputs per example, but record() got {rows} "
             f"rows, and layer {layer.name!r} saw {examples} examples; use "
             f"estimator=mpikfac.Estimator(fisher_type='mc')"
         )

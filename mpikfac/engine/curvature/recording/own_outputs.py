@@ -20,7 +20,7 @@ class OwnOutputs:
     """Forward hooks of layers that are called before all hooks of the program."""
 
     def __init__(self) -> None:
-        # No hook is stored here: hooks lead to the model, which would outlive its trainer.
+        # Hooks are not stored here: they refer to the model, which would then outlive its trainer.
         self._handles: list[RemovableHandle] = []
         self._global: RemovableHandle | None = None  # calls the hooks in place of the modules
 
@@ -30,7 +30,7 @@ class OwnOutputs:
             self._handles += layer.attach(module, Hook(self._on_module, ref(self), hook))
 
     def come_first(self) -> None:
-        """Call the hooks before all others of the program from now on."""
+        """From now on, call these hooks before all other hooks of the program."""
         if self._global is None and of_torch._global_forward_hooks:
             self._global = of_torch.register_module_forward_hook(self._on_any, with_kwargs=True)
             self._handles.append(self._global)

@@ -18,7 +18,7 @@ class Retained(NamedTuple):
     Attributes:
         versions: the identity of each gradient, and how many times it was changed in place.
         sizes: the norms, which the host does not wait for.
-        accumulated: whether the pass added to gradients, unlike one of `torch.autograd.grad`.
+        accumulated: whether the pass added to `.grad`; `torch.autograd.grad` does not.
     """
 
     versions: list[tuple[int, int, int]]
@@ -46,7 +46,7 @@ class RetainedGradients:
             self._retained |= {name: Retained([], (), accumulated) for name in gradients}
             return
         with torch.no_grad():
-            # One call for all layers: on a GPU, a call for each layer starts a kernel for each.
+            # One call for all layers: on a GPU, one call per layer would start a kernel for each.
             found = map(local, chain.from_iterable(gradients.values()))
             sizes = iter(torch._foreach_norm([*found], 1))
         for name, own in gradients.items():
@@ -55,7 +55,7 @@ class RetainedGradients:
     def removed(self, accumulating: bool) -> list[str]:
         """Return the layers whose gradients are None or 0 now, but were not after a pass.
 
-        Elements are only read if the program has changed the gradients, or after a pass of
+        Elements are read only if the program has changed the gradients, or after a pass of
         `torch.autograd.grad`.
 
         Args:
@@ -72,8 +72,8 @@ class RetainedGradients:
     def _also_removed(self, removed: Sequence[str]) -> list[str]:
         """Return sharded layers whose rows on this rank were always 0, and were written now.
 
-        Other ranks have seen that the gradient is 0 now. This rank, which has no or no other rows
-        of the layer, assumes it if it has seen this of other layers.
+        Only other ranks can see that the gradient is now 0. This rank, whose rows of the layer were
+        always 0, assumes it if the gradients of other layers have become 0.
         """
         return [
             name
@@ -107,7 +107,7 @@ class RetainedGradients:
 
 
 def _versions(gradients: Iterable[Tensor]) -> list[tuple[int, int, int]]:
-    # An operation on a `DTensor` changes its own version, one on the rank's rows only theirs.
+    # An operation on a `DTensor` changes its version; one on the rank's rows changes only theirs.
     return [(id(gradient), gradient._version, local(gradient)._version) for gradient in gradients]
 
 

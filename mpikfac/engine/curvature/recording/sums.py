@@ -21,7 +21,7 @@ class Sum:
 
     Attributes:
         block: the range of the factor within the moment of its side.
-        total: the sum: a triangle or a vector.
+        total: the sum, which is a triangle or a vector.
         count: `[1]`, the number of examples in the sum.
     """
 
@@ -157,5 +157,5 @@ def changed_in_place(layer: Layer, what: str, before: str) -> RuntimeError:
     """Return the error for a tensor that was changed too early."""
     return RuntimeError(
         f"layer {layer.name!r}: {what} was changed in place after the call, and before {before}; "
-        f"give the layer its own clone, or change a clone"
+        f"give the layer a clone, or change a clone"
     )

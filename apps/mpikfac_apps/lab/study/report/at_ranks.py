@@ -1,4 +1,4 @@
-"""Show the predicted time to the target at many ranks: a table, a picture and sentences."""
+"""Show the predicted time to the target on many ranks: a table, a picture and sentences."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _times(
 ) -> dict[str, tuple[float, float]]:
     """Draw a thin line for each strategy, and a line through the fastest; return the ends by name.
 
-    Without several strategies, there are no names besides those of the legend.
+    With a single strategy, no ends are returned, because the legend names the line.
     """
     by_name: dict[str, list[tuple[int, float]]] = {}
     best: dict[int, float] = {}

@@ -12,13 +12,13 @@ from mpikfac_apps.lab.study.seeds import LEAST, SeedMean, doubt, mean_of
 from mpikfac_apps.text import brief_mib, listed, ms, number, percent
 
 BUSY = 0.1  # fraction of the cores that other work can use without a warning
-NAMED = 4  # cells in a sentence; additional cells are counted
+NAMED = 4  # cells named in a sentence; the others are counted
 
 
 def findings(
     cells: Sequence[Measured], target: float | None, letters: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield sentences about complete cells; those that limit the others come first."""
+    """Yield sentences about complete cells; sentences that qualify the others come first."""
     done = [cell for cell in cells if cell.complete and cell.step]
     if not done:
         yield "No cell is complete yet."
@@ -41,7 +41,7 @@ def findings(
 
 
 def _compared(cells: Sequence[Measured]) -> list[Measured]:
-    """Return the complete K-FAC cells on the most ranks on which no cell is pending."""
+    """Return the complete K-FAC cells on the largest number of ranks without a pending cell."""
     waiting = {cell.cell.ranks for cell in cells if cell.pending}
     kfac = [c for c in cells if c.complete and c.step and c.cell.options.optimizer == "kfac"]
     kfac = [cell for cell in kfac if cell.cell.ranks not in waiting]
@@ -101,8 +101,8 @@ def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
         yield "Each cell was run once: differences within the ranges of the table are noise."
     elif few := sum(count < LEAST for count in seeds.values()):
         yield (
-            f"{few} of {len(seeds)} variants have fewer than {LEAST} complete seeds, and a range "
-            "instead of an interval of 95 %."
+            f"{few} of {len(seeds)} variants have fewer than {LEAST} complete seeds, and therefore "
+            "a range instead of a 95 % interval."
         )
 
 
@@ -126,7 +126,7 @@ def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[
 
 
 def against_sgd(steps: Sequence[float], sgd: Sequence[float]) -> str:
-    """Return the ratio of median steps, and whether the seeds can tell them apart; "" without SGD.
+    """Return the ratio of median steps, with a note if seeds differ by more; "" without SGD.
 
     Args:
         steps: seconds by seed.
@@ -150,8 +150,8 @@ def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
         )
         least, most = (f(kfac, key=lambda cell: cell.memory) for f in (min, max))
         yield (
-            f"{least.cell.variant} keeps the least in memory ({brief_mib(least.memory)} MiB on the "
-            f"fullest rank) and {most.cell.variant} keeps the most ({brief_mib(most.memory)} MiB)."
+            f"{least.cell.variant} keeps the least in memory (at most {brief_mib(least.memory)} "
+            f"MiB per rank) and {most.cell.variant} keeps the most ({brief_mib(most.memory)} MiB)."
         )
 
 

@@ -136,7 +136,7 @@ def _variants(
         options, variant = cell.cell.options, cell.cell.variant
         names = {"adamw": "AdamW", "muon": "Muon"}
         steps = names.get(options.optimizer, options.optimizer.upper())
-        what = f"Gradients are averaged, and {steps} steps: no K-FAC"
+        what = f"Gradients are averaged, and {steps} takes the step, without K-FAC"
         if options.optimizer == "kfac":
             named = mpikfac.plan.NAMED.get(options.distribution.strategy)
             what = f"{named.what} [{named.source}]" if named else "The machine's fastest strategy"
@@ -164,7 +164,7 @@ def _options_of(cell: Measured) -> dict[str, Any]:
 
 
 def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> dict[str, float]:
-    """Return the predicted step time by label, for cells that the machine file has times for."""
+    """Return the predicted step time by label, for cells for which the machine file has times."""
     seconds = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
@@ -200,7 +200,7 @@ def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
     if versions:
         yield "versions", ", ".join(f"{k} {v}" for k, v in versions[-1].items())
         if any(version != versions[-1] for version in versions):
-            yield "warning", "cells were run with different versions"
+            yield "warning", "cells were run with different package versions"
 
 
 def _common_value(measure: Measure, cells: Sequence[Measured]) -> float | None:
@@ -265,7 +265,7 @@ def _of_learning(
             "of the table. For a strategy with several variants, the picture shows the best one. A "
             "line is the mean over seeds. With three or more seeds, the band is the 95 % interval; "
             "with two seeds, thin lines show the runs. Curves with the same letter in the tables "
-            "are equal by epochs, and differ only by seconds and bytes.",
+            "are equal by epochs, and differ only in seconds and bytes.",
             "no cell has completed an epoch",
         ),
         Picture(
@@ -287,7 +287,7 @@ def _of_pace(cells: Sequence[Measured], predictions: Mapping[str, float]) -> tup
             "More ranks",
             pictures.scaling(cells),
             f"Left: images per second of all ranks together ({kind}). Right: images per second "
-            "per rank, relative to those on the fewest ranks.",
+            "per rank, relative to the smallest number of ranks.",
             "no variant was measured on two numbers of ranks",
         ),
         Picture(

@@ -115,7 +115,7 @@ def bounds(cells: Sequence[Measured]) -> Figure | None:
 
 
 def _three_curves(row: Sequence[Axes], seeds: Sequence[Measured], style: Mapping[str, Any]) -> None:
-    """Draw the runs of a variant with all seeds, up to the last epoch that all runs have."""
+    """Draw a variant's runs with all seeds, up to the last epoch that all of them completed."""
     runs, wire = [cell.curve for cell in seeds], seeds[0].wire
     ends = min(len(run.steps) for run in runs)
     values = [[run.measure.scale * value for value in run.values[:ends]] for run in runs]
@@ -192,7 +192,7 @@ def _paces(cells: Sequence[Measured]) -> dict[str, dict[int, float]]:
 
 
 def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> Figure | None:
-    """Draw the measured against the predicted time of a step; predictions are keyed by label."""
+    """Plot the measured against the predicted time of a step; predictions are keyed by label."""
     pairs = [
         (cell, predictions[cell.cell.label], cell.step)
         for cell in cells
@@ -221,7 +221,7 @@ def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> Fi
         return figure
 
 
-# -- helpers of several pictures -----------------------------------------------------------------
+# -- helpers for several pictures ----------------------------------------------------------------
 
 
 def _ranks(cells: Sequence[Measured]) -> list[int]:

@@ -31,7 +31,7 @@ SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 MARKERS = "os^DvP<X>ph*8"  # their number is coprime to that of the colours, so there are 78 pairs
 LINES = ("-", "--", ":", "-.")
 
-# Colours that the page replaces: those of text and axes, quiet lines, the grid, the lightest bars.
+# Colours that the page replaces: of text and axes, quiet lines, the grid, and the lightest bars.
 INK, QUIET, GRID, WAIT, REST = "#222222", "#767676", "#e6e6e6", "#d0d0d0", "#f0f0f0"
 PAGE = {INK: "ink", QUIET: "quiet", GRID: "grid", WAIT: "wait", REST: "rest"}
 STAGES = {
@@ -113,7 +113,7 @@ def name_at_the_right(panel: Axes, points: Mapping[str, tuple[float, float]]) ->
 
 
 def spread(heights: Sequence[float], apart: float) -> list[float]:
-    """Return heights in the same order that are at least `apart` from each other, from 0 to 1."""
+    """Return heights from 0 to 1, in the same order, that are at least `apart` from each other."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     placed = list(heights)
     lowest = 0.0

@@ -1,6 +1,6 @@
 """Lay out the results of a study's cells as tables for the page, and as CSV, JSON and LaTeX.
 
-Rows have plain values in seconds, bytes and fractions. A `Column` formats them for the page.
+Rows contain plain values in seconds, bytes and fractions. A `Column` formats them for the page.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def rows(
 
 
 def _collectives(cell: Measured) -> tuple[float | None, float | None]:
-    """Return the fraction of a step in collectives, and that of waiting for other ranks."""
+    """Return the fractions of a step spent in collectives, and in waiting for other ranks."""
     parts, step = cell.breakdown, cell.traced_seconds
     if not parts or not step:
         return cell.communication, None

@@ -26,7 +26,7 @@ GROUP_OF = {stage: group for group, stages in GROUPS.items() for stage in stages
 
 
 def timeline(all_cells: Sequence[Measured]) -> Figure | None:
-    """Draw a step with and one without a refresh for cells on the most ranks, a line per rank."""
+    """Draw steps with and without a refresh for cells on the most ranks, with a line per rank."""
     shown = []
     for cell in _typical(all_cells):
         traced = _traced_steps(_trace(cell.run))
@@ -57,7 +57,7 @@ def timeline(all_cells: Sequence[Measured]) -> Figure | None:
 
 
 def _typical(all_cells: Sequence[Measured]) -> list[Measured]:
-    """Return a cell per variant on the most ranks; of many variants, some from fast to slow."""
+    """Return a cell per variant on the most ranks; if there are many, some from fast to slow."""
     traced = [cell for cell in all_cells if _trace_file(cell.run)]
     if not traced:
         return []
