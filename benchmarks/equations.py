@@ -151,12 +151,13 @@ def settings_of(problem: str, seed: int) -> list[str]:
     if seed == 0:
         return list(SETTINGS)
     results = known()
+    tried = [setting for setting in SETTINGS if (problem, setting, 0) in results]
 
     def error(setting: str) -> float:
         return results[problem, setting, 0]["error"]
 
     return [
-        min((each for each, (name, _) in SETTINGS.items() if name == method), key=error)
+        min((each for each in tried if SETTINGS[each][0] == method), key=error)
         for method in METHODS
     ]
 
