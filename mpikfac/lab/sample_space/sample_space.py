@@ -140,10 +140,12 @@ class SampleSpace:
     The length of a step is 1, 1/2, 1/4 ..., until the loss rises again. The residuals there show
     how they curve, and the same system is solved for a bend of the step that cancels it, by
     geodesic acceleration [Transtrum & Sethna 2012]; it is taken if it reduces the loss further, at
-    this length or at twice this length. Long steps divide the
-    damping by 3, and steps shorter than 1/8 multiply it by 3. If no length reduces the loss, the
-    same system is solved with 4 times the damping. If none does so, the length is 0, and the
-    weights stay: the loss has converged as far as rounding allows, or the points need to change.
+    this length or at twice this length.
+
+    Long steps divide the damping by 3, and steps shorter than 1/8 multiply it by 3. If no length
+    reduces the loss, the same system is solved with 4 times the damping. If none does so, the
+    length is 0, and the weights stay: the loss has converged as far as rounding allows, or the
+    points need to change.
 
     Points are distributed over ranks in any way; apart from rounding, results do not depend on it.
     Rank 0 stores and solves the system.
@@ -339,10 +341,8 @@ class SampleSpace:
             further = self._search(curved, self._lengths[max(0, at - 1) : at + 1], trial, scales)
             path, trial = (path if further is trial else curved), further
         self._parameters.write(path.at(trial.length))
-        next_damping = (solution.damping if trial.length else self.damping) * factor_of(
-            trial.length
-        )
-        self.damping = min(next_damping, max(self.damping, MOST_DAMPING * solution.mean))
+        damping = (solution.damping if trial.length else self.damping) * factor_of(trial.length)
+        self.damping = min(damping, max(self.damping, MOST_DAMPING * solution.mean))
         self.steps += 1
         decrease = solution.decrease(trial.length)
         ratio = (start.loss - trial.loss) / decrease if decrease > 0 else 0.0
