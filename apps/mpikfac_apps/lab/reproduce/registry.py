@@ -8,7 +8,7 @@ from mpikfac_apps.lab.reproduce.entry import Entry
 SC20_RESULTS = "github.com/gpauloski/kfac-pytorch/blob/04c75f5/docs/results.md"
 SIZES = (
     "4 F = 586.9 MiB are ResNet-50's square factors, 4 N = 97.3 MiB the weights of its covered "
-    "layers, and 4 T = 97.7 MiB all its weights"
+    "layers, and 4 T = 97.7 MiB all its weights and running statistics"
 )
 MODELS = "its file in mpikfac/predict/machines has the source of each constant"
 
