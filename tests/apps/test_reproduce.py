@@ -172,10 +172,10 @@ def test_the_summary_counts_all_rows():
         Reproduced(MADE_UP, [], 4.0, "no ranks"),
     ]
     assert list(summary.table(results)) == [
-        ("made-up", "predicted", "5", "1", "1", "1", "2", "0", "2"),
-        ("old", "recorded", "3", "3", "0", "0", "0", "0", "3"),
-        ("made-up", "predicted", "0", "0", "0", "0", "0", "1", "4"),
-        ("all", "", "8", "4", "1", "1", "2", "1", "9"),
+        ("made-up", MADE_UP.about, "predicted", "5", "1", "1", "1", "2", "0", "2"),
+        ("old", MADE_UP.about, "recorded", "3", "3", "0", "0", "0", "0", "3"),
+        ("made-up", MADE_UP.about, "predicted", "0", "0", "0", "0", "0", "1", "4"),
+        ("all", "", "", "8", "4", "1", "1", "2", "1", "9"),
     ]
     assert summary.line(results) == (
         "3 experiments, 1 not run; 8 rows: 4 agree, 1 fitted, 1 miss, 2 outside; exit code 1; 9 s"

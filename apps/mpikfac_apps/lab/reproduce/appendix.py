@@ -20,8 +20,11 @@ from mpikfac_apps.lab.reproduce.entry import VERDICTS, Entry, Row
 from mpikfac_apps.lab.reproduce.summary import Reproduced
 
 KINDS = ("md", "html")
-EXAMPLE = "s of a message", "4 ranks", "0.100", "0.130", "+30 %", "outside the tolerance"
-"""A row with an error, made up."""
+EXAMPLE = {
+    **{"what": "s of a message", "where": "4 ranks", "published": "0.1", "predicted": "0.13"},
+    **{"off": "+30 %", "verdict": "outside the tolerance"},
+}
+"""A row with an error, made up, by the titles of its columns."""
 VARIABLES = ("OMP_", "OMPI_", "MKL_", "MPI4PY_", "MPIRUN")
 """Prefixes of environment variables that can affect a result."""
 FACTS = ("cpu family", "model", "cpu MHz")

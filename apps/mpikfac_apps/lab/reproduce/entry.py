@@ -24,7 +24,7 @@ VERDICTS: dict[Verdict, str] = {
     "outside the tolerance": "differs by more than the tolerance, which is an error. A prediction "
     "does not depend on this machine; repeat a measurement on idle cores, and report what remains",
     "within the tolerance, but listed as a miss": "agrees, although a miss was expected, which is "
-    "an error: the reason of the miss is outdated",
+    "an error, counted as outside: the reason of the miss is outdated",
 }
 """The verdicts on a row, and what they mean."""
 ERRORS: tuple[Verdict, ...] = (

@@ -21,7 +21,7 @@ from mpikfac_apps.text import MIB
 
 RANKS = 16
 FACTORS, WEIGHTS, GRADIENTS = 586.9, 97.3, 97.7
-"""MiB of ResNet-50: its square factors, the weights of covered layers, all weights and statistics."""
+"""MiB of ResNet-50: square factors, weights of covered layers, all weights and statistics."""
 LARGEST = 0.216  # the share of the largest factor in the operations of all decompositions
 SC20 = [(1 - saved) * 90 / 55 for saved in (0.25, 0.18)]
 """The ends of the ratio of steps: 18 to 25 % less time, in 55 epochs instead of 90."""

@@ -30,7 +30,7 @@ GROUPS: dict[str, tuple[Verdict, ...]] = {
     "miss": ("miss",),
     "outside": ERRORS,
 }
-HEAD = "experiment", "kind", "rows", *GROUPS, "not run", "seconds"
+HEAD = "experiment", "compares", "kind", "rows", *GROUPS, "not run", "seconds"
 
 
 def counts(results: Sequence[Reproduced]) -> Counter[str]:
@@ -60,13 +60,14 @@ def line(results: Sequence[Reproduced]) -> str:
 def table(results: Sequence[Reproduced]) -> Iterator[tuple[str, ...]]:
     """Yield the cells of each result, and of their sum."""
     for result in results:
-        yield cells(result.entry.name, result.entry.found, [result])
-    yield cells("all", "", results)
+        entry = result.entry
+        yield (entry.name, entry.about, entry.found, *numbers([result]))
+    yield ("all", "", "", *numbers(results))
 
 
-def cells(name: str, kind: str, results: Sequence[Reproduced]) -> tuple[str, ...]:
-    """Return the cells of results under a name, in the order of `HEAD`."""
-    return (name, kind, *map(str, counts(results).values()), seconds(results))
+def numbers(results: Sequence[Reproduced]) -> tuple[str, ...]:
+    """Return the numbers of results in the order of `HEAD`."""
+    return (*map(str, counts(results).values()), seconds(results))
 
 
 def seconds(results: Sequence[Reproduced]) -> str:
