@@ -568,7 +568,7 @@ def test_torchs_checkpoints_of_optimizers_are_refused_by_a_line():
     """Oracle: the line names the function that saves K-FAC's state."""
     optimizer = begun(by_layer, usual, mpikfac.over())
     model = steps(optimizer, mpikfac.over(), range(1))
-    with pytest.raises(mpikfac.UserError, match=r"save it with mpikfac\.save_checkpoint"):
+    with pytest.raises(mpikfac.UserError, match=r"use mpikfac\.save_checkpoint"):
         get_optimizer_state_dict(model, optimizer)
 
 
