@@ -337,8 +337,8 @@ def evaluated(model, inputs, labels, _step):
 
 BEFORE = {"grafting": NoGrafting(), "preconditioner": "eigen"}
 PASSES = {
-    "evaluated": (images, by_layer, BEFORE | {"loss": evaluated}),
     "evaluated, root": (images, by_root, BEFORE | {"loss": evaluated}),
+    "evaluated": (images, by_layer, BEFORE | {"loss": evaluated}),
     "in parts, root": (images, by_root, BEFORE | {"loss": in_parts}),
     "computed again": (recomputed, by_layer, BEFORE),
     "computed again, compiled": (recomputed, compiled, BEFORE | {"factor_update_steps": 2}),
