@@ -1,8 +1,9 @@
-"""Compare optimizers that solve differential equations at equal CPU seconds, and costs of J J^T.
+"""Compare optimizers that solve differential equations at equal CPU seconds, and costs of steps.
 
     OMP_NUM_THREADS=1 PYTHONPATH=apps python benchmarks/equations.py
     PYTHONPATH=apps python benchmarks/equations.py --known
     OMP_NUM_THREADS=1 PYTHONPATH=apps python benchmarks/equations.py cost
+    OMP_NUM_THREADS=1 PYTHONPATH=apps mpirun -n 2 python -m mpi4py benchmarks/equations.py step
 
 The problems, networks and optimizers are those of `mpikfac equations`. With seed 0, optimizers with
 a rate run with three rates on each problem, and with other seeds they take the best of these. All
@@ -11,6 +12,9 @@ methods start at the same weights and points of a seed. Results are kept in
 
 `cost` measures the products of all residuals' gradients, from rows by `torch.func` and from records
 of one backward pass: CPU seconds, and the growth of the process's largest size.
+
+`step` measures steps in sample space on the ranks of the job: bytes that ranks send, which must be
+those planned, and CPU seconds.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import resource
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -33,6 +38,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
 import mpikfac
+from mpikfac.lab.sample_space.messages import form_of, planned_messages
 from mpikfac.lab.sample_space.parameters import Parameters
 from mpikfac.lab.sample_space.products import gram
 from mpikfac.lab.sample_space.records import record
@@ -47,7 +53,7 @@ Job = tuple[str, str, int]
 RESULTS = Path(__file__).parent / "results" / "equations.jsonl"
 POINTS, WIDTH, SECONDS = 600, 32, 6.0
 RATES = {
-    **{"adam": (0.003, 0.01, 0.03), "adam-lbfgs": (0.01,)},
+    **{"adam": (0.003, 0.01, 0.03), "adam-lbfgs": (0.003, 0.01, 0.03)},
     **{"soap": (0.01, 0.03, 0.1), "kfac": (0.0075, 0.0225, 0.07)},
 }
 SETTINGS: dict[str, tuple[str, float | None]] = {
@@ -57,12 +63,14 @@ SETTINGS: dict[str, tuple[str, float | None]] = {
 """Optimizer and rate."""
 METHODS = list(dict.fromkeys(name for name, _ in SETTINGS.values()))
 COSTS = ((64, 512), (256, 512), (128, 1024))  # width, and points
+STEPPED = ((32, 600), (64, 600), (128, 1200))  # width, and points
+STEPS = 10
 
 
 def main() -> int:
     """Run all missing runs, or print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="?", default="race", choices=("race", "cost"))
+    parser.add_argument("what", nargs="?", default="race", choices=("race", "cost", "step"))
     parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=PROBLEMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--known", action="store_true", help="print what is known, run nothing")
@@ -71,6 +79,8 @@ def main() -> int:
     logging.getLogger("mpikfac").setLevel(logging.ERROR)  # K-FAC warns of derivatives
     if options.what == "cost":
         costs()
+    elif options.what == "step":
+        steps(mpikfac.world())
     elif options.known:
         report(known())
     else:
@@ -141,12 +151,13 @@ def settings_of(problem: str, seed: int) -> list[str]:
     if seed == 0:
         return list(SETTINGS)
     results = known()
+    tried = [setting for setting in SETTINGS if (problem, setting, 0) in results]
 
     def error(setting: str) -> float:
         return results[problem, setting, 0]["error"]
 
     return [
-        min((each for each, (name, _) in SETTINGS.items() if name == method), key=error)
+        min((each for each in tried if SETTINGS[each][0] == method), key=error)
         for method in METHODS
     ]
 
@@ -248,6 +259,70 @@ def in_process(way: str, width: int, points: int) -> tuple[float, float]:
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(cost, way, width, points).result()
+
+
+# -- steps on several ranks ------------------------------------------------------------------------
+
+
+def steps(comm: mpikfac.comm.Comm) -> None:
+    """Print what a step sends and takes, by width and points.
+
+    Collective over: comm.
+    """
+    for width, points in STEPPED:
+        task = EquationTask(PROBLEMS["poisson"], points, width, 0, comm.rank, comm.size)
+        space = mpikfac.lab.SampleSpace(task.model, task.terms, comm=comm)
+        for _ in range(3):  # the first step is checked
+            space.step()
+        space.trace.clear()
+        start = time.process_time()
+        tries = sum(space.step().tries for _ in range(STEPS))
+        seconds = comm.gather((time.process_time() - start) / STEPS)
+        planned = bytes_planned(task, comm, tries, space.trace.calls["losses"] + STEPS)
+        assert planned == {stage: n for stage, n in space.trace.sent.items() if n}, planned
+        sent = comm.gather(planned)
+        if comm.rank == 0:
+            busiest = max(sent, key=lambda of_rank: sum(of_rank.values()))
+            parts = ", ".join(f"{stage} {n / STEPS / 2**20:.2f}" for stage, n in busiest.items())
+            print(
+                f"{comm.size} ranks; width {width}, {points:,} points; "
+                f"{sum(busiest.values()) / STEPS / 2**20:.2f} MiB ({parts}); of J J^T by columns "
+                f"{by_columns(task, comm.size) / 2**20:.2f}; CPU seconds "
+                f"{statistics.mean(seconds):.3f} of a rank, {max(seconds):.3f} of the slowest",
+                flush=True,
+            )
+        space.close()
+
+
+def bytes_planned(
+    task: EquationTask, comm: mpikfac.comm.Comm, tries: int, losses: int
+) -> dict[str, int]:
+    """Return the bytes that this rank sends in `STEPS` steps, by stage.
+
+    Collective over: comm.
+
+    Args:
+        tries, losses: their numbers in all steps.
+    """
+    parameters = Parameters(task.model)
+    own = [record(task.model, parameters, term, 1.0, False)[0] for term in task.terms]
+    forms, shapes = comm.allgather([form_of(rows) for rows in own]), parameters.shapes
+    found: Counter[str] = Counter()
+    for times, numbers in ((STEPS - 1, (0, 0)), (1, (tries, losses))):
+        several = dict(zip(("tries", "losses"), numbers))
+        for message in planned_messages(forms, shapes, comm.rank, **several):
+            found[message.stage] += times * message.bytes
+    return {stage: n for stage, n in found.items() if n}
+
+
+def by_columns(task: EquationTask, ranks: int) -> float:
+    """Return the bytes that a rank would send if each multiplied columns of J for all residuals.
+
+    Ranks exchange rows for columns, and sum half of their symmetric products for rank 0's solution.
+    """
+    residuals, weights = sum(task.counts), Parameters(task.model).size
+    columns, products = residuals * weights / ranks, residuals**2 / 2
+    return 8 * (columns + products) * (ranks - 1) / ranks
 
 
 if __name__ == "__main__":

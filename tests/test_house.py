@@ -296,7 +296,7 @@ OPEN_NAMES = {
     *(
         ".".join(("mpikfac", "lab", "sample_space", *name))
         for name in (
-            *(("messages", name) for name in ("Form", "planned_messages")),
+            *(("messages", name) for name in ("Form", "form_of", "planned_messages")),
             *(("products", name) for name in ("CHUNK", "along", "chunks", "combine", "gram")),
             *(("parameters", "Parameters"), ("records", "record")),
         )

@@ -7,6 +7,8 @@ from .curvature.laplace import log_evidence as log_evidence
 from .curvature.laplace import output_variances as output_variances
 from .curvature.laplace import probit as probit
 from .curvature.laplace import sampled_models as sampled_models
+from .curvature.memory import influence_memory as influence_memory
+from .curvature.memory import variances_memory as variances_memory
 from .curvature.source import Segment as Segment
 from .curvature.source import source as source
 from .curvature_servers.config import CurvatureServers as CurvatureServers

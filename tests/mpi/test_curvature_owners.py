@@ -6,7 +6,14 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac.lab import Curvature, Segment, influence, self_influence, source
+from mpikfac.lab import (
+    Curvature,
+    Segment,
+    influence,
+    influence_memory,
+    self_influence,
+    source,
+)
 from mpikfac.lab.curvature.owners import (
     ANSWERS,
     COUNT,
@@ -132,6 +139,21 @@ def test_influence_does_not_depend_on_the_ranks(comm, alone, saved):
     alone_with_all = self_influence(one, losses, [(images, labels)])
     own_part = self_influence(several, losses, [own])
     torch.testing.assert_close(own_part, alone_with_all.split(counts)[comm.rank], **EXACT)
+
+
+def test_memory_is_planned_for_ranks_with_and_without_examples(comm, saved):
+    """Oracle: the bytes of all eigenbases; the bytes of own and of all queries, by hand."""
+    model = network().eval()
+    curvature = Curvature.load(saved[1], model, comm)
+    count, own = min(comm.rank, 1), comm.rank
+    data = torch.randn(count, 2, 3, 3, dtype=F64), torch.randint(3, (count,))
+    planned = influence_memory(curvature, losses, data, count, own)
+    everyone = sum(range(comm.size))
+    assert planned["influence"]["queries"] == 8 * 80 * (2 * own + everyone)
+    bases = curvature.replicate().bases.values()
+    sizes = [tensor.nbytes for basis in bases for tensor in basis.parts().values()]
+    assert planned["self-influence"]["eigenbases"] == sum(sizes)
+    assert (planned["self-influence"]["batch"] > 0) == (count > 0)
 
 
 def outputs(model, batch):

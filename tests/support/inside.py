@@ -28,6 +28,7 @@ from mpikfac.engine.curvature.recording.retained import RetainedGradients
 from mpikfac.engine.curvature.scales import Scales
 from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.lab import AsyncSGD
+from mpikfac.lab.curvature import memory as planned_memory
 from mpikfac.lab.curvature import records
 from mpikfac.lab.curvature_servers import decomposer
 from mpikfac.lab.local_sgd.replicas import Copies, of_copies
@@ -52,6 +53,7 @@ __all__ = [
     "decompositions",
     "directions",
     "due",
+    "elements_at_a_time",
     "examples_of_parts",
     "factors",
     "gradients",
@@ -63,7 +65,6 @@ __all__ = [
     "look",
     "memory",
     "of_copies",
-    "one_example_at_a_time",
     "predicted_change",
     "record",
     "records_scales",
@@ -348,9 +349,10 @@ def compare_every(monkeypatch: MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(trainer, "COMPARE_EVERY", steps)
 
 
-def one_example_at_a_time(monkeypatch: MonkeyPatch) -> None:
-    """Let passes over data compute the gradients of one example at a time."""
-    monkeypatch.setattr(records, "ELEMENTS", 1)
+def elements_at_a_time(monkeypatch: MonkeyPatch, elements: int) -> None:
+    """Let passes over data compute gradients of at most so many elements, or of one example."""
+    for module in (records, planned_memory):
+        monkeypatch.setattr(module, "ELEMENTS", elements)
 
 
 def examples_of_parts(

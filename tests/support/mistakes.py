@@ -1553,6 +1553,20 @@ TABLE = (
         "tests/unit/test_sample_space.py",
     ),
     Mistake(
+        "sample space: a bend has the wrong sign",
+        "lab/sample_space/sample_space.py",
+        "alpha=length**2 / 2",
+        "alpha=-(length**2) / 2",
+        "tests/unit/test_sample_space.py",
+    ),
+    Mistake(
+        "sample space: gradients that are no multiples are one stream",
+        "lab/sample_space/records.py",
+        "if rest.norm() > ROUNDING",
+        "if False and rest.norm() > ROUNDING",
+        "tests/unit/test_sample_space.py",
+    ),
+    Mistake(
         "sample space: inner products are those of the first step",
         "lab/sample_space/sample_space.py",
         "self._ring.products(rows, forms)",

@@ -319,6 +319,14 @@ def test_factors_of_no_fisher_matrix_are_refused():
         Curvature.of(trained(network(), preconditioner="shampoo"))
 
 
+def test_weights_that_differ_between_ranks_are_refused(kfac, tmp_path):
+    """Oracle: one line, for a state as local steps leave it, with the weights of each rank."""
+    state = kfac.state_dict() | {"copies/1/model/5.bias": torch.zeros(3, dtype=F64)}
+    mpikfac.save_checkpoint(mpikfac.world(), tmp_path, state, kfac.steps)
+    with pytest.raises(mpikfac.UserError, match="ranks had different weights; average them"):
+        Curvature.load(tmp_path, network())
+
+
 def test_the_damping_of_the_run_is_known(kfac):
     """Oracle: the trainer's setting."""
     assert Curvature.of(trained(network(), damping=0.3)).damping == mpikfac.Damping(0.3)

@@ -94,7 +94,7 @@ def test_slices_of_examples_change_nothing(kind, monkeypatch):
         return values, variances, self_influence(curvature, losses, [x])
 
     expected = found()
-    inside.one_example_at_a_time(monkeypatch)
+    inside.elements_at_a_time(monkeypatch, 1)
     torch.testing.assert_close(found(), expected, **EXACT)
     model, x = model_of("linear")
     curvature = Curvature.measured(model, outputs, [x])

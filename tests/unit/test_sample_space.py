@@ -70,6 +70,49 @@ def test_products_are_those_of_the_dense_jacobian(monkeypatch, chunk):
     torch.testing.assert_close(products, jacobian @ ordered, **EXACT)
 
 
+class Products(nn.Module):
+    """A network whose result is a product of two features, which are returned, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh())
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x):
+        p = self.last(self.layers(x))
+        return p[:, :1] * p[:, 1:].sin(), p
+
+
+def variable(model, x):
+    u, _ = model(jet(x))
+    coefficients = torch.stack([x[:, 0], x[:, 1] - 0.5, 0 * x[:, 2]], 1)
+    return (coefficients * u.second).sum(1) + u.value * u.first[:, 0]
+
+
+def mixed(model, x):
+    u, p = model(jet(x))
+    return torch.stack([u.second.sum(1), p.second[:, 0, 0] + p.second[:, 1, 1] ** 2], 1)
+
+
+@pytest.mark.parametrize(
+    ("residual", "streams"),
+    [(variable, [5, 5, 5]), (mixed, [7, 7, 7])],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_second_derivatives_are_one_stream_unless_outputs_are_mixed(residual, streams):
+    """Oracle: rows of autograd; the number of streams by hand."""
+    model, x = Products().double(), torch.rand(7, 3, dtype=F64)
+    x[3, :2] = torch.tensor([0.0, 0.5])  # where no second derivative counts
+    term = Term(residual, x)
+    rows, _ = record(model, Parameters(model), term, 1.0, True)
+    r = residual(model, x).view(7, -1).mT.flatten()
+    exact = [torch.autograd.grad(e, [*model.parameters()], retain_graph=True) for e in r]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in of_row]) for of_row in exact])
+    torch.testing.assert_close(gram([rows], [rows]), jacobian @ jacobian.T, **EXACT)
+    assert [block.streams for block in rows] == streams
+
+
 def test_positions_and_operations_in_place_are_recorded():
     """Oracle: a row of autograd, which the first step compares; and dense least squares."""
     torch.manual_seed(0)
@@ -83,7 +126,7 @@ def test_positions_and_operations_in_place_are_recorded():
     rows = [torch.autograd.grad(e, [*model.parameters()], retain_graph=True) for e in r]
     jacobian = torch.stack([torch.cat([g.flatten() for g in of_row]) for of_row in rows])
     before = flat(model, torch.empty(0))
-    SampleSpace(model, [Term(mean, x)], lengths=[1.0]).step()
+    SampleSpace(model, [Term(mean, x)], lengths=[1.0], acceleration=False).step()
     expected = before - damped(jacobian, r.detach(), 1e-3)
     torch.testing.assert_close(flat(model, torch.empty(0)), expected, **EXACT)
 
@@ -106,7 +149,8 @@ def test_a_few_parameters_of_other_layers_can_be_trained():
     rows = [torch.autograd.grad(e, [*model.parameters()], retain_graph=True) for e in r]
     jacobian = torch.stack([torch.cat([g.flatten() for g in of_row]) for of_row in rows])
     before = flat(model, torch.empty(0))
-    steps = SampleSpace(model, [Term(border, x)], also=model[1].parameters(), momentum=0.5)
+    settings = {"also": model[1].parameters(), "momentum": 0.5, "acceleration": False}
+    steps = SampleSpace(model, [Term(border, x)], **settings)
     length = steps.step().length
     expected = before - length * damped(jacobian, r.detach(), 1e-3)
     torch.testing.assert_close(flat(model, torch.empty(0)), expected, **EXACT)
@@ -121,7 +165,7 @@ def test_a_step_is_a_damped_least_squares_solution():
     model, nu = network(), unknown()
     r, jacobian = dense(model, nu, PARTS)
     before, direction = flat(model, nu), damped(jacobian, r, 0.5)
-    report = space(model, nu, damping=0.5).step()
+    report = space(model, nu, damping=0.5, acceleration=False).step()
     torch.testing.assert_close(flat(model, nu), before - report.length * direction, **EXACT)
     after, _ = dense(model, nu, PARTS)
     change = report.length * jacobian @ direction
@@ -158,7 +202,7 @@ def test_a_linear_model_needs_one_step():
 def test_momentum_continues_the_last_direction():
     """Oracle: the least squares that define SPRING, `|J d - r|^2 + damping |d - mu last|^2`."""
     model, nu = network(), unknown()
-    steps, last = space(model, nu, damping=0.1, momentum=0.8), 0.0
+    steps, last = space(model, nu, damping=0.1, momentum=0.8, acceleration=False), 0.0
     for _ in range(3):
         r, jacobian = dense(model, nu, PARTS)
         before, damping = flat(model, nu), steps.damping
@@ -168,10 +212,50 @@ def test_momentum_continues_the_last_direction():
         torch.testing.assert_close(flat(model, nu), before - report.length * last, **EXACT)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+def test_a_step_is_bent_where_residuals_curve(momentum):
+    """Oracle: dense least squares for the second derivative of residuals by torch.func."""
+    (model, nu), (plain, plain_nu) = ((network(), unknown()) for _ in range(2))
+    settings = {"damping": 1.0, "momentum": momentum, "lengths": [1.0]}
+    steps = space(model, nu, **settings)
+    lines = space(plain, plain_nu, acceleration=False, **settings)
+    bent = 0
+    for _ in range(4):
+        lines.load_state_dict(steps.state_dict())
+        r, jacobian = dense(model, nu, PARTS)
+        before = flat(model, nu)
+        line, report = lines.step(), steps.step()
+        there, _ = dense(plain, plain_nu, PARTS)
+        step = flat(plain, plain_nu) - before
+        bend = damped(jacobian, 2 * (there - r - jacobian @ step), line.damping)
+        bent += report.new_loss < line.new_loss
+        expected = before + step - (bend / 2 if report.new_loss < line.new_loss else 0)
+        torch.testing.assert_close(flat(model, nu), expected, **EXACT)
+    assert bent >= 2
+
+
+def test_a_bent_step_can_be_longer():
+    """Oracle: a valley along a parabola, whose bottom is reached; a straight step is shorter."""
+    lengths = {}
+    for acceleration in (False, True):
+        v = nn.Parameter(torch.tensor([0.0, 0.0], dtype=F64))
+        model = nn.Linear(1, 1).double()
+
+        def valley(model, x, v=v):
+            across = 10 * (v[1] - v[0] ** 2)  # of Rosenbrock's function
+            return torch.stack([1 - v[0] + 0 * model(x)[0, 0], across])[None]
+
+        steps = SampleSpace(
+            model, [Term(valley, points(1)[:, :1])], [v], damping=1e-9, acceleration=acceleration
+        )
+        lengths[acceleration] = steps.step().length
+    assert lengths[False] < lengths[True]
+
+
 def test_a_step_that_reduces_nothing_is_solved_again():
     """Oracle: dense least squares with the damping of the last try, without momentum."""
     model, nu = network(), unknown()
-    steps = space(model, nu, damping=0.01, lengths=[4.0])
+    steps = space(model, nu, damping=0.01, lengths=[4.0], acceleration=False)
     r, jacobian = dense(model, nu, PARTS)
     before = flat(model, nu)
     report = steps.step()

@@ -35,10 +35,6 @@ class OfRun(Protocol):
         """The directory of a run or of a checkpoint."""
 
     @property
-    def out(self) -> Path | None:
-        """A new file for the results."""
-
-    @property
     def trust(self) -> bool:
         """Whether files that the run names may be executed."""
 
@@ -74,14 +70,16 @@ class Finished:
         program: str,
         options: OfRun,
         watchdog: Watchdog,
+        written: Iterable[Path | None],
         factors: bool = True,
     ) -> Finished:
-        """Return the run at `options.path`, after checking that `options.out` can be written.
+        """Return the run at `options.path`, after checking that files can be written.
 
         Collective over: comm.
 
         Args:
             program: the name of the program, for messages.
+            written: the files that the program will write; None for those that it will not.
             factors: whether the program needs the factors of the run.
 
         Raises:
@@ -92,8 +90,8 @@ class Finished:
             device = mpikfac.device(comm, options.device)
             if comm.rank == 0:
                 located = locate(options, comm.size, factors)
-                if options.out is not None:
-                    check_folder(options.out.parent)
+                for file in filter(None, written):
+                    check_folder(file.parent)
         path, run = comm.bcast(located)
         watchdog.follow(run.watchdog_timeout)
         checkpoint = mpikfac.load_checkpoint(comm, path)
@@ -162,6 +160,13 @@ def examples(problem: Problem) -> tuple[Tensor, Tensor]:
     """Return all training images, without augmentation, and their labels."""
     assert isinstance(problem.batches, Batches)
     return problem.batches.images, problem.batches.labels
+
+
+def augmentations(run: Options) -> list[str]:
+    """Return the options by which a run changed its training images."""
+    data = run.data
+    values = {"data.augment": data.augment, "data.mixup": data.mixup, "data.cutmix": data.cutmix}
+    return [name for name, value in values.items() if value]
 
 
 def tested(problem: Problem) -> tuple[Tensor, Tensor, int]:

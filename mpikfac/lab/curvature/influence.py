@@ -19,7 +19,14 @@ from mpikfac.comm import MAX_COUNT
 from mpikfac.errors import UserError
 from mpikfac.lab.curvature.curvature import USUAL, Curvature, damped_power
 from mpikfac.lab.curvature.owners import ITEMSIZE, Owners
-from mpikfac.lab.curvature.records import Losses, Records, gradients, parts, products, record
+from mpikfac.lab.curvature.records import (
+    Losses,
+    Records,
+    gradients,
+    products,
+    record,
+    weighted_squares,
+)
 from mpikfac.settings import Damping
 
 
@@ -87,12 +94,13 @@ def self_influence(
     found = [torch.empty(0, dtype=torch.float64)]
     for batch in examples:
         records = _records(curvature, losses, batch)
-        total = torch.zeros(_length(records), dtype=torch.float64)
+        length = _length(records)
+        total = torch.zeros(length, dtype=torch.float64)
         for name, layer in curvature.layers.items():  # one layer's gradients at a time
-            for part, calls in parts(layer, records[name], len(total)):
-                matrices = gradients(layer, calls, len(total[part]))
-                solved = everywhere.bases[name].apply(function, matrices)
-                total[part] += (matrices * solved).flatten(1).sum(1).cpu()
+            basis, calls = everywhere.bases[name], records[name]
+            inverses = function(basis.values)[None]
+            none = [None] * len(calls)
+            total += weighted_squares(basis, layer, calls, length, none, inverses)[0].cpu()
         found.append(total)
     return torch.cat(found)
 

@@ -51,6 +51,12 @@ class RecordedCall(NamedTuple):
         group = self.layer.group
         return slice(None) if group is None else slice(group, group + 1)
 
+    @property
+    def elements(self) -> int:
+        """The number of elements of the layer's vectors, if the call is of all its groups."""
+        shape = self.layer.shape
+        return self.layer.positions(self.g) * shape.groups * (shape.outputs + shape.inputs)
+
     def vectors(self) -> tuple[slice, Tensor, Tensor]:
         """Return groups of the layer, and their vectors in float64.
 
@@ -62,6 +68,11 @@ class RecordedCall(NamedTuple):
             pair if layer.shape.groups > 1 else pair[None] for pair in layer.pairs(*self.prepared())
         )
         return self.groups, a, g
+
+    def gradients(self) -> Tensor:
+        """Return the examples' gradients, `[examples, groups, outputs, inputs]`, of own groups."""
+        _, a, g = self.vectors()
+        return torch.einsum("kbso,kbsi->bkoi", g, a)
 
 
 Records = Mapping[str, Sequence[RecordedCall]]
@@ -178,8 +189,9 @@ def gradients(layer: Layer, calls: Sequence[RecordedCall], examples: int) -> Ten
     """Return the examples' gradients in a layer, `[examples, groups, outputs, inputs]`."""
     shape = layer.shape.groups, layer.shape.outputs, layer.shape.inputs
     total = torch.zeros(examples, *shape, dtype=torch.float64, device=layer.parameters[0].device)
-    for groups, a, g in (call.vectors() for call in calls):
-        total[:, groups] += torch.einsum("kbso,kbsi->bkoi", g, a)
+    for part, some in parts(layer, calls, examples):
+        for call in some:
+            total[part, call.groups] += call.gradients()
     return total
 
 
@@ -193,13 +205,15 @@ def products(matrices: Tensor, calls: Sequence[RecordedCall], examples: int) -> 
         matrices: `[vectors, groups, outputs, inputs]`.
     """
     total = matrices.new_zeros(len(matrices), examples)
-    for groups, a, g in (call.vectors() for call in calls):
-        if a.shape[2] == 1:
+    for call in calls:
+        if call.layer.positions(call.g) == examples:
+            groups, a, g = call.vectors()
             mapped = torch.einsum("vkoi,kbsi->vkbso", matrices[:, groups], a)
             total += torch.einsum("vkbso,kbso->vb", mapped, g)
-        else:
-            each = torch.einsum("kbso,kbsi->bkoi", g, a)
-            total += matrices[:, groups].flatten(1) @ each.flatten(1).T
+            continue
+        rows = matrices[:, call.groups].flatten(1)
+        for part, (some,) in parts(call.layer, [call], examples):
+            total[:, part] += rows @ some.gradients().flatten(1).T
     return total
 
 
@@ -208,8 +222,7 @@ def parts(
 ) -> Iterator[tuple[slice, list[RecordedCall]]]:
     """Yield slices of the examples, of at most `ELEMENTS` elements of gradients or vectors each."""
     shape = layer.shape
-    positions = max((call.layer.positions(call.g) for call in calls), default=0)
-    vectors = positions * shape.groups * (shape.outputs + shape.inputs) // max(1, examples)
+    vectors = max((call.elements for call in calls), default=0) // max(1, examples)
     each = max(shape.groups * shape.outputs * shape.inputs, vectors)
     count = max(1, ELEMENTS // each)
     for first in range(0, examples, count):
@@ -227,15 +240,21 @@ def rotated_inputs(basis: Eigenbasis, calls: Sequence[RecordedCall]) -> list[Ten
     """
     found: list[Tensor | None] = []
     for call in calls:
-        shape, positions = call.layer.shape, call.layer.positions(call.g)
-        many = positions * shape.groups * shape.inputs > ELEMENTS
-        if many or positions > len(call.g) * shape.inputs or "A" in call.layer.quadratic:
+        if not rotated_elements(call, len(call.g)):
             found.append(None)
         else:
             groups, a, _ = call.vectors()
             rows = basis.of_groups(groups).rotate_inputs(a.flatten(1, 2))
             found.append(rows.view_as(a))
     return found
+
+
+def rotated_elements(call: RecordedCall, examples: int) -> int:
+    """Return the elements of the rotated inputs of such a call with other examples; 0 for None."""
+    shape, positions = call.layer.shape, call.layer.positions(call.g) // max(1, len(call.g))
+    elements = examples * positions * shape.groups * shape.inputs
+    many = elements > ELEMENTS or positions > shape.inputs or "A" in call.layer.quadratic
+    return 0 if many else elements
 
 
 @torch.no_grad()
@@ -280,8 +299,9 @@ def weighted_squares(
         return ((g @ weights) * a).sum((1, 3))
     found = [weights.new_empty(len(weights), 0)]
     for part, some in parts(layer, calls, examples):
-        squares = _rotated(basis, some, _part_of(inputs, part)).square()
-        found.append(weights.flatten(1) @ squares.flatten(1).T)
+        rows = _rotated(basis, some, _part_of(inputs, part)).square_()
+        found.append(weights.flatten(1) @ rows.flatten(1).T)
+        del rows  # before the next part takes as much
     return torch.cat(found, 1)
 
 
@@ -295,10 +315,10 @@ def _rotated(
     total = basis.values.new_zeros(max(len(call.g) for call in calls), *basis.values.shape)
     for call, known in zip(calls, inputs, strict=True):
         own = basis.of_groups(call.groups)
-        _, a, g = call.vectors()
         if known is None:
-            total[:, call.groups] += own.rotate(torch.einsum("kbso,kbsi->bkoi", g, a))
+            total[:, call.groups] += own.rotate(call.gradients())
         else:
+            _, _, g = call.vectors()
             rows = own.rotate_outputs(g.flatten(1, 2)).view_as(g)
             total[:, call.groups] += torch.einsum("kbso,kbsi->bkoi", rows, known)
     return total
@@ -309,14 +329,19 @@ def _part_of(inputs: Sequence[Tensor | None], part: slice) -> list[Tensor | None
     return [None if vectors is None else vectors[:, part] for vectors in inputs]
 
 
+def single_products(calls: Sequence[RecordedCall]) -> bool:
+    """Return whether an example's gradient in a layer is a single product `g a^T`."""
+    if len(calls) != 1 or calls[0].layer.group is not None:
+        return False
+    return calls[0].layer.positions(calls[0].g) == len(calls[0].g)
+
+
 def _rotated_pair(
     basis: Eigenbasis, calls: Sequence[RecordedCall], inputs: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor] | None:
     """Return `Q_G^T g` and `Q_A^T a`, `[groups, examples, n]`, if gradients are single products."""
-    if len(calls) != 1 or calls[0].layer.positions(calls[0].g) != len(calls[0].g):
+    if not single_products(calls):
         return None
-    groups, a, g = calls[0].vectors()
-    if groups != slice(None) or a.shape[2] != 1:
-        return None
+    _, a, g = calls[0].vectors()
     rows = basis.rotate_inputs(a[:, :, 0]) if inputs[0] is None else inputs[0][:, :, 0]
     return basis.rotate_outputs(g[:, :, 0]), rows

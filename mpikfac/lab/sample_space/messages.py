@@ -95,6 +95,16 @@ def solution_to(counts: Sequence[int]) -> Counts:
     return [[NUMBERS + count for count in counts], *([none] * (len(counts) - 1))]
 
 
+def vector_to(counts: Sequence[int]) -> Counts:
+    """Return the elements of a vector of rows that ranks send to rank 0."""
+    return [[count] + [0] * (len(counts) - 1) for count in counts]
+
+
+def vector_from(counts: Sequence[int]) -> Counts:
+    """Return the elements of rank 0's vector that it sends to each rank."""
+    return [list(counts), *([[0] * len(counts)] * (len(counts) - 1))]
+
+
 def planned_messages(
     forms: Sequence[Forms],
     shapes: Sequence[Shape],
@@ -103,6 +113,7 @@ def planned_messages(
     tries: int = 1,
     losses: int = 2,
     momentum: bool = False,
+    acceleration: bool = True,
 ) -> list[Message]:
     """Return a rank's messages in a step.
 
@@ -111,8 +122,9 @@ def planned_messages(
         shapes: the shapes of the matrices of parameters.
         tries: the number of solutions.
         losses: the number of losses that are summed over ranks: one before the step, and one for
-            each length tried.
+            each trial.
         momentum: whether the step has momentum.
+        acceleration: whether the step is bent.
     """
     ranks = len(forms)
     if ranks == 1:
@@ -131,11 +143,17 @@ def planned_messages(
         message(REDUCE_GRADIENTS, "Reduce_scatter", over, parts, ranks, ITEMSIZE, rank),
         message(REDUCE_GRADIENTS, "Allgather", over, [(0, shard)], ranks, ITEMSIZE, rank),
     ]
+    bend = [
+        *passing(SCATTER_SOLUTION, vector_to(counts)),
+        *passing(SCATTER_SOLUTION, vector_from(counts)),
+        *summed,
+    ]
     loss = message(LENGTH, "Allgather", over, [(0, 1)], ranks, ITEMSIZE, rank)
     return [
         *chain.from_iterable(passing(EXCHANGE_RECORDS, hop) for hop in ring(elements)),
         *passing(GATHER_PRODUCTS, products_to(counts, 1 + momentum)),
         *(solved + summed) * tries,
+        *bend * acceleration,
         *[loss] * losses,
     ]
 
@@ -259,6 +277,24 @@ class Ring:
             held = torch.cat([x for part in parts for x in (numbers, part)])
         found = self._pass(held, solution_to(counts), SCATTER_SOLUTION)
         return found[:NUMBERS], found[NUMBERS:]
+
+    def solve_again(self, vector: Tensor, factor: Tensor | None, counts: Sequence[int]) -> Tensor:
+        """Return the rank's part of the solution of a factorised system for another vector.
+
+        Collective over: ranks.
+
+        Args:
+            vector: of the rank's rows.
+            factor: the Cholesky factor on rank 0; None elsewhere.
+            counts: the rows of each rank.
+        """
+        if self._group is not None:
+            vector = self._pass(vector, vector_to(counts), SCATTER_SOLUTION)
+        if factor is not None:
+            vector = torch.cholesky_solve(vector[:, None], factor)[:, 0]
+        if self._group is None:
+            return vector
+        return self._pass(vector, vector_from(counts), SCATTER_SOLUTION)
 
     def sum(self, vector: Tensor) -> Tensor:
         """Return the sum of all ranks' vectors, bitwise equal on all ranks.

@@ -9,7 +9,9 @@ from torch import Tensor
 from mpikfac.lab.sample_space.records import Block, Rows
 
 CHUNK = 128
-"""Rows that are multiplied at a time, so that products of their streams stay small."""
+"""Rows that are multiplied at a time, so that products of their streams stay in a cache."""
+ELEMENTWISE = 32
+"""The time of an elementwise product and sum, in those of an element in matrix products."""
 
 
 def chunks(rows: Rows) -> Iterator[Rows]:
@@ -32,23 +34,23 @@ def gram(left: Sequence[Rows], right: Sequence[Rows]) -> Tensor:
                 lines[i][j].copy_(lines[j][i].T)
             else:
                 for block, other in zip(rows, others):
-                    lines[i][j].add_(_inner(block, other))
+                    _inner(block, other, lines[i][j])
     return total
 
 
-def _inner(left: Block, right: Block) -> Tensor:
-    """Return the inner products of rows in one matrix, in the cheaper of two ways.
+def _inner(left: Block, right: Block, total: Tensor) -> None:
+    """Add the inner products of rows in one matrix, in the cheaper of two ways.
 
     `(sum g a^T) . (sum h b^T)` is the sum over pairs of streams of `(a . b) (g . h)`
     [Novak et al. 2022]; with many streams in a small layer, the rows are multiplied as they are.
     """
     (inputs, outputs), pairs = (left.a.shape[2], left.g.shape[2]), left.streams * right.streams
-    if pairs * (inputs + outputs) > inputs * outputs:
-        return left.matrix @ right.matrix.T
-    a = left.a.flatten(0, 1) @ right.a.flatten(0, 1).T
-    g = left.g.flatten(0, 1) @ right.g.flatten(0, 1).T
-    shape = len(left.a), left.streams, len(right.a), right.streams
-    return a.mul_(g).view(shape).sum((1, 3))
+    if pairs * (inputs + outputs + ELEMENTWISE) > inputs * outputs:
+        total.addmm_(left.matrix, right.matrix.T)
+        return
+    for a, g in left.of_streams:
+        for b, h in right.of_streams:
+            total.addcmul_(a @ b.T, g @ h.T)
 
 
 def along(rows: Rows, matrices: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,8 @@ from mpikfac.numerics import in_transform, listen
 
 TOLERANCE = {torch.float32: 1e-3, F64: 1e-6}
 """The largest relative difference between a recorded row and autograd's."""
+ROUNDING = 64
+"""Epsilons by which gradients that would be multiples of each other may differ."""
 NO_COLUMN = -1
 """The column of residuals in backward passes that are not recorded."""
 
@@ -48,6 +50,12 @@ class Block:
         """The rows themselves, `[rows, outputs * inputs]`."""
         return (self.g.mT @ self.a).flatten(1)
 
+    @cached_property
+    def of_streams(self) -> list[tuple[Tensor, Tensor]]:
+        """The vectors of each stream, `[rows, inputs]` and `[rows, outputs]`."""
+        streams = [x.transpose(0, 1).contiguous().unbind() for x in (self.a, self.g)]
+        return [*zip(*streams)]
+
     def part(self, rows: slice) -> Block:
         """Return some of the rows."""
         return Block(self.a[rows], self.g[rows])
@@ -64,10 +72,19 @@ Rows = Sequence[Block]
 
 @dataclass
 class TapedCall:
-    """A call of a layer: the inputs, and gradients at the outputs, by column of the residuals."""
+    """A call of a layer: the inputs, and gradients at the outputs, by column of the residuals.
+
+    Attributes:
+        seconds: how many of the last streams are second derivatives of a jet.
+    """
 
     a: Tensor
+    seconds: int
     gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    def streams(self, column: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs and the gradients of a column, in few streams."""
+        return _collapsed(self.a, self.gradients[column], self.seconds)
 
 
 class Tape:
@@ -140,7 +157,7 @@ class Tape:
             )
         if module.bias is not None:
             a = torch.cat([a, one.view(-1, 1).expand(len(a), -1, 1)], 2)
-        call = TapedCall(a)
+        call = TapedCall(a, x.directions if isinstance(x, Jet) and x.ndim == 2 else 0)
         self.calls[name].append(call)
         listen(out, partial(self._on_gradient, name, call))
 
@@ -163,9 +180,32 @@ class Tape:
             layer.weight.new_empty(count, 0, layer.out_features),
         )
         for column in range(columns):
-            pairs = [(c.a, c.gradients[column]) for c in calls if column in c.gradients]
+            pairs = [call.streams(column) for call in calls if column in call.gradients]
             a, g = (torch.cat(side, 1) for side in zip(empty, *pairs))
             yield Block(a.to(F64), g.to(F64))
+
+
+def _collapsed(a: Tensor, g: Tensor, seconds: int) -> tuple[Tensor, Tensor]:
+    """Return streams whose last `seconds` ones are one, if this is possible.
+
+    `c g a^T + d g b^T` is `g (c a + d b)^T`: at a point, the gradients by second derivatives along
+    several directions are multiples of each other unless outputs of the network are mixed, because
+    each layer and function treats all of them in the same way [Dangel et al. 2025].
+    """
+    if seconds < 2:
+        return a, g
+    first = g.shape[1] - seconds
+    second = g[:, first:]
+    largest = second.square().sum(2).argmax(1)
+    common = second[torch.arange(len(g), device=g.device), largest, :, None]  # [points, outputs, 1]
+    factors = second @ common / common.square().sum(1, True).clamp_min(torch.finfo(g.dtype).tiny)
+    rest = second - factors @ common.mT
+    if rest.norm() > ROUNDING * torch.finfo(g.dtype).eps * second.norm():
+        return a, g
+    return (
+        torch.cat([a[:, :first], factors.mT @ a[:, first:]], 1),
+        torch.cat([g[:, :first], common.mT], 1),
+    )
 
 
 def record(

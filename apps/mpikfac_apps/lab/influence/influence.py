@@ -1,6 +1,6 @@
 """Score the training images of a K-FAC run by their influence on the loss of test images.
 
-    mpikfac influence runs/a --queries 20 --out influence.h5
+    mpikfac influence runs/a --queries 20 --out influence.h5 --report influence.html
     mpirun -n 4 mpikfac influence runs/a
 
 A positive score means that a training image helps: without it, the test image's loss would rise.
@@ -10,25 +10,36 @@ Images with a large self-influence often have wrong labels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 import mpikfac
+from mpikfac import files
 from mpikfac_apps.guard.ranks import run_on_ranks
 from mpikfac_apps.guard.watchdog import Watchdog
-from mpikfac_apps.lab.finished import Finished, announce, examples, tested, uncovered
+from mpikfac_apps.lab.finished import (
+    Finished,
+    announce,
+    augmentations,
+    examples,
+    tested,
+    uncovered,
+)
 from mpikfac_apps.lab.influence.options import INFLUENCE, InfluenceOptions
+from mpikfac_apps.lab.influence.page import page
+from mpikfac_apps.lab.memory import MemoryReport
 from mpikfac_apps.options.strategy import coverage
 from mpikfac_apps.place import share_cores
-from mpikfac_apps.text import show, table
+from mpikfac_apps.text import listed, show, table
 from mpikfac_apps.training.batches import parts, share
 from mpikfac_apps.training.parts.problem import Problem
 
 Losses = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
 
 PASS = 128  # training images per backward pass
+NAMES = 4  # of parameters in a line
 
 
 @dataclass(frozen=True)
@@ -39,13 +50,17 @@ class Influence:
         scores: the influence of each training image on each query, `[queries, images]`.
         own: the self-influence of each training image, `[images]`.
         labels: the labels of the training images.
+        queries: the images of the queries, bytes `[queries, channels, h, w]`.
         query_labels: the labels of the queries.
+        predicted: the classes that the network predicts for the queries; None for an autoencoder.
     """
 
     scores: Tensor
     own: Tensor
     labels: Tensor
+    queries: Tensor
     query_labels: Tensor
+    predicted: Tensor | None
 
     def report(self, top: int) -> list[list[str]]:
         """Return sections of lines with the images of the largest scores, and their labels."""
@@ -78,16 +93,21 @@ def influence(comm: mpikfac.comm.Comm, options: InfluenceOptions, watchdog: Watc
     Collective over: comm.
     """
     share_cores(comm, None)
-    finished = Finished.of(comm, "influence", options, watchdog)
+    written = options.out, options.report
+    finished = Finished.of(comm, "influence", options, watchdog, written)
     checkpoint, problem = finished.checkpoint, finished.problem
     found = scored(finished, options, lambda: watchdog.enter("influence", checkpoint.step))
+    kind = finished.options.kfac.estimator.fisher_type
+    head = f"{finished.path}: step {checkpoint.step}, {kind} Fisher"
     with mpikfac.comm.together(comm, f"writing {options.out}"):
         if found is not None and options.out is not None:
             write(found, finished, options)
+    with mpikfac.comm.together(comm, f"writing {options.report}"):
+        if found is not None and options.report is not None:
+            text = page(found, examples(problem)[0], head, options.top)
+            files.write_text(options.report, text, named=True)
     problem.batches.close()
     if found is not None:
-        kind = finished.options.kfac.estimator.fisher_type
-        head = f"{finished.path}: step {checkpoint.step}, {kind} Fisher"
         show([[head], *found.report(options.top)])
     return 0
 
@@ -113,7 +133,11 @@ def scored(
     images, labels = examples(problem)
     curvature = mpikfac.lab.Curvature.load(path, model, comm, coverage=covered, skip=left)
     if left and comm.rank == 0:
-        print(f"no factors cover {', '.join(left)}: scores ignore these parameters", flush=True)
+        names = ", ".join(left[:NAMES]) + (f" and {len(left) - NAMES} more" if left[NAMES:] else "")
+        print(f"no factors cover {names}: scores ignore these parameters", flush=True)
+    if (changed := augmentations(problem.options)) and comm.rank == 0:
+        what = f"{len(images):,} plain images and labels"
+        print(f"the run had {listed(changed)}: scores are those of the {what}", flush=True)
     if problem.options.ema_decay and comm.rank == 0:
         print("scores are computed at the weights themselves, not at their averages", flush=True)
     model.eval()
@@ -122,6 +146,9 @@ def scored(
     queries = queries_of(problem, options.queries)
     damping = mpikfac.Damping(relative=options.damping)
     losses, plain = (each_loss(problem, loss) for loss in (problem.loss, problem.task.loss))
+    example, size = [tensor[:1] for tensor in own], min(PASS, len(own[0]))
+    memory = MemoryReport(comm, problem.device)
+    planned = mpikfac.lab.influence_memory(curvature, losses, example, size, len(queries[0]))
     progress()
 
     def batches(doing: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -136,11 +163,16 @@ def scored(
         )
     of_self = mpikfac.lab.self_influence(curvature, losses, batches("self-influence"), damping)
     curvature.close()
-    gathered = comm.gather((scores, of_self, own[1].cpu(), queries[1].cpu()))
+    memory.show(planned)
+    with torch.no_grad():
+        predicted = problem.outputs(model, *queries)[0].flatten(1).argmax(1)
+    parts_of = of_self, own[1].cpu(), *(tensor.cpu() for tensor in (*queries, predicted))
+    gathered = comm.gather((scores, *parts_of))
     if gathered is None:
         return None
-    of_ranks, of_selves, of_images, of_queries = zip(*gathered)
-    return Influence(torch.cat(of_ranks, 1), *map(torch.cat, (of_selves, of_images, of_queries)))
+    of_ranks, *others = zip(*gathered)
+    found = Influence(torch.cat(of_ranks, 1), *map(torch.cat, others))
+    return found if problem.task.learns == "labels" else replace(found, predicted=None)
 
 
 def each_loss(problem: Problem, loss: Callable[..., Tensor]) -> Losses:
@@ -180,4 +212,6 @@ def write(found: Influence, finished: Finished, options: InfluenceOptions) -> No
         "step": finished.checkpoint.step,
         "checkpoint": finished.checkpoint.digest,
     }
+    if found.predicted is not None:
+        items["predicted"] = found.predicted
     mpikfac.checkpoint.write_shard(options.out, items)

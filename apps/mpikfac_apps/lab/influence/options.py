@@ -16,6 +16,11 @@ def scores_file(text: str) -> Path:
     return new_file(text, ".h5")
 
 
+def page_file(text: str) -> Path:
+    """Return the path `text` of a new file."""
+    return new_file(text, ".html")
+
+
 @dataclass(frozen=True)
 class InfluenceOptions:
     """Score the training images of a K-FAC run by their influence on the loss of test images.
@@ -28,6 +33,8 @@ class InfluenceOptions:
             each group of a layer.
         top: the number of queries to print, and the number of images to print for each.
         out: a new file for all scores, .h5; null for none.
+        report: a new file for a page that shows, for all queries, the images of the largest scores,
+            .html; null for none.
         trust: allow executing the files FILE.py of the run's `model` and `data.name`.
         data_path: the directory of the data set; null for the run's.
         device: the device of each rank; "auto" uses a GPU if there is one.
@@ -38,6 +45,7 @@ class InfluenceOptions:
     damping: float = bounded(0.1, "> 0")
     top: int = bounded(5, ">= 1")
     out: Path | None = read_by(scores_file, None)
+    report: Path | None = read_by(page_file, None)
     trust: bool = False
     data_path: str | None = in_home(None)
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"

@@ -20,9 +20,24 @@ import mpikfac
 from mpikfac_apps.guard.ranks import run_on_ranks
 from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.inspecting import export, weights
-from mpikfac_apps.lab.finished import Finished, announce, examples, tested, uncovered
+from mpikfac_apps.lab.finished import (
+    Finished,
+    announce,
+    augmentations,
+    examples,
+    tested,
+    uncovered,
+)
 from mpikfac_apps.lab.laplace.options import LAPLACE, LaplaceOptions
-from mpikfac_apps.lab.laplace.posterior import PASS, Posterior, Predictions, Prior, outputs_of
+from mpikfac_apps.lab.laplace.posterior import (
+    GRID,
+    PASS,
+    Posterior,
+    Predictions,
+    Prior,
+    outputs_of,
+)
+from mpikfac_apps.lab.memory import MemoryReport
 from mpikfac_apps.options.strategy import coverage
 from mpikfac_apps.place import share_cores
 from mpikfac_apps.problems import datasets
@@ -51,7 +66,8 @@ def laplace(comm: mpikfac.comm.Comm, options: LaplaceOptions, watchdog: Watchdog
     Collective over: comm.
     """
     share_cores(comm, None)
-    finished = Finished.of(comm, "laplace", options, watchdog, factors=not options.measure)
+    written, factors = [options.out], not options.measure
+    finished = Finished.of(comm, "laplace", options, watchdog, written, factors)
     problem, step = finished.problem, finished.checkpoint.step
     images, labels, first = tested(problem)
     with mpikfac.comm.together(comm, f"laplace {finished.path}"):
@@ -64,11 +80,18 @@ def laplace(comm: mpikfac.comm.Comm, options: LaplaceOptions, watchdog: Watchdog
 
     progress()
     curvature, notes = curvature_of(finished, options, progress)
+    memory = MemoryReport(comm, problem.device)
+    outputs, size = outputs_of(problem, progress), min(PASS, len(images))
+    priors = len(GRID) if options.prior == "heldout" else 1
+    planned = mpikfac.lab.variances_memory(
+        curvature, outputs, (images[:1], labels[:1]), size, priors
+    )
     total, everywhere = len(examples(problem)[0]), curvature.replicate()
     task = Posterior(problem, curvature, everywhere, total, images, labels, heldout, progress)
     prior = task.prior(options.prior)
     predicted = task.predictions(prior.precision, foreign, options)
     curvature.close()
+    memory.show({"linearised outputs": planned})
     with mpikfac.comm.together(comm, f"writing {options.out}"):
         if predicted is not None and options.out is not None:
             write(predicted, prior, finished, options)
@@ -111,16 +134,7 @@ def notes_of(finished: Finished, images: int) -> list[str]:
             f"weight_decay={run.weight_decay:g} of {run.optimizer} is not a penalty of the loss, "
             f"so the weights are not the mode under a Gaussian prior"
         )
-    softened = [
-        name
-        for name, value in (
-            ("label_smoothing", run.label_smoothing),
-            ("data.augment", run.data.augment),
-            ("data.mixup", run.data.mixup),
-            ("data.cutmix", run.data.cutmix),
-        )
-        if value
-    ]
+    softened = [*(["label_smoothing"] if run.label_smoothing else []), *augmentations(run)]
     if softened:
         found.append(
             f"the run had {', '.join(softened)}: the evidence is that of the plain images and "

@@ -11,11 +11,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
 import torch
 
 from mpikfac import files
 from mpikfac_apps import place
+from mpikfac_apps.lab.pages import rendered
 from mpikfac_apps.lab.reproduce.entry import Entry, Row
 
 
@@ -43,14 +43,8 @@ def write(directory: Path, results: Sequence[Reproduced]) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for kind in KINDS:
-        environment = jinja2.Environment(
-            autoescape=kind == "html",
-            trim_blocks=True,
-            lstrip_blocks=True,
-            undefined=jinja2.StrictUndefined,
-        )
-        template = files.read_text(Path(__file__).with_name(f"artifact.{kind}"))
-        text = environment.from_string(template).render(
+        text = rendered(
+            Path(__file__).with_name(f"artifact.{kind}"),
             written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             hardware=list(hardware()),
             software=list(software()),

@@ -10,11 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 from matplotlib.figure import Figure
 
 import mpikfac
 from mpikfac import files
+from mpikfac_apps.lab.pages import rendered
 from mpikfac_apps.lab.study import results
 from mpikfac_apps.lab.study.measures import Measure
 from mpikfac_apps.lab.study.report import at_ranks, pictures, table
@@ -77,7 +77,8 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         tables["means.csv"] = as_csv(table.parts_of_means(means))
     complete = [cell for cell in cells if cell.complete]
     drawn = list(_pictures(complete, best, measure, target, predictions))
-    page = _template().render(
+    page = rendered(
+        Path(__file__).with_name("page.html"),
         study=study,
         about=about,
         tables={name: base64.b64encode(text.encode()).decode() for name, text in tables.items()},
@@ -117,11 +118,6 @@ def _write(figures: Mapping[str, Figure | None], directory: Path) -> None:
                 path.unlink(missing_ok=True)
             else:
                 files.write_bytes(path, figure_file(figure, kind))
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(Path(__file__).with_name("page.html").read_text())
 
 
 # -- tables --------------------------------------------------------------------------------------

@@ -1,0 +1,87 @@
+"""A page with the training images of the largest scores, which needs no other file."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from matplotlib import image
+from torch import Tensor
+
+from mpikfac_apps.lab.pages import rendered
+
+if TYPE_CHECKING:
+    from mpikfac_apps.lab.influence.influence import Influence
+
+SUSPECTS = 60
+"""The number of training images that are shown by their self-influence."""
+
+
+class Shown(NamedTuple):
+    """A training image with its score.
+
+    Attributes:
+        png: the image as a PNG file in base64; "" if it cannot be drawn.
+    """
+
+    number: int
+    label: int
+    score: str
+    png: str
+
+
+class Query(NamedTuple):
+    """A test image, with the training images that help and harm it most."""
+
+    number: int
+    label: int
+    predicted: int | None
+    png: str
+    helpful: Sequence[Shown]
+    harmful: Sequence[Shown]
+
+
+def page(found: Influence, images: Tensor, head: str, top: int) -> str:
+    """Return a page in HTML with the largest scores of every query, and of self-influence.
+
+    Images that are neither grey nor of three colours appear by number, label and score alone.
+
+    Args:
+        images: all training images, bytes `[n, channels, h, w]`; the largest byte is white.
+        head: a line that describes the scores.
+        top: the number of training images on each side of a query.
+    """
+    white = max(1, int(images.max()))
+
+    def largest(scores: Tensor, of: Tensor, count: int) -> Iterator[Shown]:
+        for number in of.topk(min(count, len(of))).indices.tolist():
+            label = int(found.labels[number])
+            yield Shown(number, label, f"{scores[number]:.2e}", png(images[number], white))
+
+    queries = [
+        Query(
+            number,
+            int(found.query_labels[number]),
+            None if found.predicted is None else int(found.predicted[number]),
+            png(found.queries[number], white),
+            list(largest(scores, scores, top)),
+            list(largest(scores, -scores, top)),
+        )
+        for number, scores in enumerate(found.scores)
+    ]
+    suspects = list(largest(found.own, found.own, SUSPECTS))
+    template = Path(__file__).with_name("page.html")
+    return rendered(template, head=head, queries=queries, suspects=suspects, images=len(images))
+
+
+def png(pixels: Tensor, white: int) -> str:
+    """Return bytes `[channels, h, w]` as a PNG file in base64; "" if they are no image."""
+    if pixels.dim() != 3 or pixels.shape[0] not in (1, 3):
+        return ""
+    levels = (pixels.cpu().float() * (255 / white)).clamp(max=255).round().byte()
+    file = io.BytesIO()
+    image.imsave(file, levels.expand(3, -1, -1).permute(1, 2, 0).numpy(), format="png")
+    return base64.b64encode(file.getvalue()).decode()

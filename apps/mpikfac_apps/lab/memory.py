@@ -1,0 +1,63 @@
+"""Compare the memory that a rank was expected to need with what it took."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+import mpikfac
+from mpikfac_apps.text import brief_mib, listed
+
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+PEAK = "5"  # this text makes the present resident set the largest one
+
+
+class MemoryReport:
+    """The growth of a rank's memory since the creation of this object.
+
+    On a GPU, it is the memory of tensors, and on a CPU, the resident set of the process.
+    """
+
+    def __init__(self, comm: mpikfac.comm.Comm, device: torch.device) -> None:
+        self._comm, self._device = comm, device
+        if device.type == "cpu":
+            with suppress(OSError):  # where the kernel has no such file, earlier peaks count, too
+                RESET.write_text(PEAK)
+        else:
+            torch.accelerator.reset_peak_memory_stats()
+        self._before = self._bytes("VmRSS")
+
+    def show(self, planned: Mapping[str, Mapping[str, int]]) -> None:
+        """Print on rank 0 the memory of the rank that took most.
+
+        Collective over: comm.
+
+        Args:
+            planned: bytes by phase and part.
+        """
+        grown = self._bytes("VmHWM") - self._before
+        phases = [
+            f"{phase} {brief_mib(sum(parts.values()))} "
+            f"({', '.join(f'{part} {brief_mib(size)}' for part, size in parts.items())})"
+            for phase, parts in planned.items()
+        ]
+        line = (
+            f"memory of a rank, MiB: {brief_mib(self._before)} for images and curvature; planned "
+            f"for {listed(phases)}; measured {brief_mib(grown)}"
+        )
+        of_ranks = self._comm.allgather((grown, line))
+        if self._comm.rank == 0:
+            print(max(of_ranks)[1], flush=True)
+
+    def _bytes(self, kind: str) -> int:
+        """Return the bytes in use, for "VmRSS", or the largest number so far, for "VmHWM"."""
+        if self._device.type == "cpu":
+            (kilobytes,) = re.findall(rf"{kind}:\s*(\d+) kB", STATUS.read_text())
+            return 1024 * int(kilobytes)
+        peak = kind == "VmHWM"
+        accelerator = torch.accelerator
+        return accelerator.max_memory_allocated() if peak else accelerator.memory_allocated()

@@ -1,0 +1,23 @@
+"""Fill the templates of pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+
+def rendered(template: Path, **values: Any) -> str:
+    """Return the text of a template; in one that ends in .html, values are escaped.
+
+    Raises:
+        jinja2.UndefinedError: the template uses a name that is not in `values`.
+    """
+    environment = jinja2.Environment(
+        autoescape=template.suffix == ".html",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.from_string(template.read_text("utf-8")).render(values)

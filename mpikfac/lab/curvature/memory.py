@@ -1,0 +1,161 @@
+"""Plan the memory that influence functions and Laplace approximations take on a rank.
+
+Sizes of eigenbases and of vectors follow from the shapes of layers. Those of a pass depend on the
+network, and are taken from a pass over a single example. The memory of messages is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac.lab.curvature.curvature import Curvature
+from mpikfac.lab.curvature.owners import ITEMSIZE
+from mpikfac.lab.curvature.records import (
+    ELEMENTS,
+    Losses,
+    Outputs,
+    RecordedCall,
+    Records,
+    record,
+    record_columns,
+    rotated_elements,
+    single_products,
+)
+
+Parts = dict[str, int]
+"""Bytes by what they store."""
+ROTATED = 4
+"""Gradients that exist at a time: a sum, those of a call, and both sides of their rotation."""
+
+
+def influence_memory(
+    curvature: Curvature, losses: Losses, example: Any, examples: int, queries: int
+) -> dict[str, Parts]:
+    """Return the bytes that a rank needs for `influence` and for `self_influence`, by part.
+
+    They are in addition to the curvature and the model.
+
+    Collective over: comm of the curvature.
+
+    Args:
+        losses: see `influence`.
+        example: a batch of one of the rank's training examples, or an empty one.
+        examples: the largest number of training examples in a batch.
+        queries: the number of the rank's queries.
+
+    Raises:
+        ValueError: see `influence`.
+    """
+    with _saved(curvature.model) as saved:
+        records = record(curvature.model, list(curvature.layers.values()), losses, example)
+    graph, kept = _of_pass(saved, records)
+    owners, largest = curvature.owners, max(examples, queries)
+    everyone = sum(owners.integers(queries))
+    vectors = 2 * queries + everyone  # gradients and solutions, then the solutions of all ranks
+    layers = [calls for calls in records.values() if calls]
+    products = max((_of_layer(calls, largest, everyone) for calls in layers), default=0)
+    rotated = max((_of_layer(calls, examples) for calls in layers), default=0)
+    return {
+        "influence": {
+            "queries": ITEMSIZE * sum(owners.sizes) * vectors,
+            "batch": max(graph * largest, kept * largest + ITEMSIZE * products),
+        },
+        "self-influence": {
+            "eigenbases": _bases(curvature),
+            "batch": max(graph * examples, kept * examples + ITEMSIZE * rotated),
+        },
+    }
+
+
+def variances_memory(
+    curvature: Curvature, outputs: Outputs, example: Any, examples: int, priors: int
+) -> Parts:
+    """Return the bytes that a rank needs for `output_variances`, by part.
+
+    They are in addition to the curvature and the model.
+
+    Collective over: comm of the curvature.
+
+    Args:
+        curvature: with the layers divided over the ranks, before `replicate`.
+        outputs: see `output_variances`.
+        example: a batch of one of the rank's examples, or an empty one.
+        examples: the largest number of examples in a batch.
+        priors: the number of priors.
+
+    Raises:
+        ValueError: see `output_variances`.
+    """
+    layers = list(curvature.layers.values())
+    with _saved(curvature.model) as saved:
+        passes = record_columns(curvature.model, layers, outputs, example, lambda y: iter([y]))
+        _, records = next(passes)
+    graph, _ = _of_pass(saved, records)
+    rotated = sum(rotated_elements(call, examples) for c in records.values() for call in c)
+
+    def of_layer(name: str, calls: Sequence[RecordedCall]) -> int:
+        groups, outputs, inputs = curvature.owners.shapes[name]
+        rows = outputs + (examples if single_products(calls) else 0)
+        return _of_layer(calls, examples) + 2 * priors * groups * rows * inputs
+
+    layer = max((of_layer(name, calls) for name, calls in records.items() if calls), default=0)
+    return {
+        "eigenbases": _bases(curvature),
+        "batch": graph * examples + ITEMSIZE * rotated,
+        "layer": ITEMSIZE * layer,
+    }
+
+
+def _bases(curvature: Curvature) -> int:
+    """Return the bytes of a copy of the eigenbases of all layers."""
+    own = sum(t.nbytes for basis in curvature.bases.values() for t in basis.parts().values())
+    return sum(curvature.owners.integers(own))
+
+
+def _of_pass(saved: dict[int, int], records: Records) -> tuple[int, int]:
+    """Return bytes per example: before and during a backward pass, and after it."""
+    calls = [call for of_layer in records.values() for call in of_layer]
+    kept = {_storage(tensor): tensor.nbytes for call in calls for tensor in (call.x, call.g)}
+    return sum({**saved, **kept}.values()), sum(kept.values())
+
+
+def _of_layer(calls: Sequence[RecordedCall], examples: int, queries: int | None = None) -> int:
+    """Return the elements that a layer needs at a time for its gradients; see `parts`.
+
+    Args:
+        queries: those whose products with the gradients are computed; None if gradients are
+            rotated.
+    """
+    shape = calls[0].layer.shape
+    gradient = shape.groups * shape.outputs * shape.inputs
+    inputs, vectors = (max(sizes) for sizes in zip(*((c.x.numel(), c.elements) for c in calls)))
+    if single_products(calls):  # gradients are not computed
+        return examples * (inputs + 2 * vectors) + (queries or 0) * gradient
+    at_a_time = min(examples, max(1, ELEMENTS // max(vectors, gradient)))
+    if queries is not None:
+        return at_a_time * (inputs + 2 * vectors + gradient)
+    return at_a_time * max(inputs + 2 * (vectors + gradient), ROTATED * gradient)
+
+
+@contextmanager
+def _saved(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Collect the bytes, by storage, of tensors that autograd keeps, without those of the model."""
+    constant = {_storage(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    found: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (storage := _storage(tensor)) not in constant:
+            found[storage] = max(found.get(storage, 0), tensor.nbytes)
+        return tensor.detach()  # the tensor itself can be an output, which would keep itself
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
