@@ -326,6 +326,7 @@ def test_help_shows_the_options_of_the_chosen_types(capsys: pytest.CaptureFixtur
 def test_names_are_checked_before_values() -> None:
     LINE.answer(["--vehicle=bicycle", "--vehicle.gears=7", "--boot.spare.octane=x"])
     LINE.answer(["--vehicle=mine.py:Train", "--vehicle.wagons=7"])
+    LINE.answer(["--vehicle.fuel=battery", "--vehicle.fuel.capacity=7"])  # a type inside a type
     with pytest.raises(ValueError, match=r"unknown key vehicle\.wagons"):
         LINE.answer(["--vehicle.wagons=7"])
 

@@ -246,7 +246,8 @@ def possible(group: type, within: Collection[type] = ()) -> dict[str, Leaf]:
                 for key, inner in possible(kind, (*within, leaf.joint)).items():
                     if key in leaf.without:
                         continue
-                    found.setdefault(f"{leaf.name}.{key}", inner)
+                    full, path = f"{leaf.name}.{key}", (*leaf.path[:-1], *inner.path)
+                    found.setdefault(full, dataclasses.replace(inner, key=full, path=path))
     return found
 
 
