@@ -378,6 +378,9 @@ def test_a_type_may_come_from_a_file(
     assert LINE.read(["--vehicle=mine.py:Train"], flat(read)) == read
     with pytest.raises(ValueError, match=r"vehicle=mine.py:Train would run mine.py; if you trust"):
         LINE.read([], flat(read))
+    (tmp_path / "typo.py").write_text(OWN.replace("wagons: int", "wagons: Int"))
+    with pytest.raises(ValueError, match=r"Train has an unknown annotation: name 'Int'"):
+        LINE.read(["--vehicle=typo.py:Train"])
     with pytest.raises(ValueError, match=r"mine\.py:Dog must be a class derived from Vehicle"):
         LINE.read(["--vehicle=mine.py:Dog"])
     with pytest.raises(ValueError, match="mine.py has no class 'Plane'"):

@@ -314,7 +314,11 @@ def _hints(group: type) -> dict[str, Any]:
         of_fields = type(
             base.__name__, (), {"__annotations__": texts, "__module__": base.__module__}
         )
-        hints |= typing.get_type_hints(of_fields, localns=ANNOTATIONS)
+        try:
+            hints |= typing.get_type_hints(of_fields, localns=ANNOTATIONS)
+        except NameError as error:  # in a file of the user
+            words = f"{base.__name__} has an unknown annotation: {error}"
+            raise ValueError(f"{words}; import the name in the file") from error
     return hints
 
 
