@@ -203,7 +203,7 @@ class _State(dict[str, Any]):
         if name == "state":
             raise UserError(
                 "K-FAC's state has no item 'state' with a tensor for each parameter, as "
-                "torch.distributed.checkpoint expects; save it with mpikfac.save_checkpoint(comm, "
+                "torch.distributed.checkpoint expects; use mpikfac.save_checkpoint(comm, "
                 "root, optimizer.trainer.state_dict(), step)"
             )
         raise KeyError(name)

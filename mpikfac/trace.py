@@ -165,7 +165,7 @@ class Trace:
         return thread.name
 
     def _gpu_origin(self) -> _Origin | None:
-        """Return a GPU event with the host's time, while events are recorded, otherwise None."""
+        """Return a GPU event paired with the host's time, or None if no events are recorded."""
         if self._recording and self._origin is None:
             # The host can lose its core between the event and the clock reading, so the fastest
             # pair is used.

@@ -367,8 +367,9 @@ def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[i
     for layer in layers:
         if any(id(parameter) not in group_of for parameter in layer.parameters):
             raise ValueError(
-                f"layer {layer.name!r} is covered, but not all of it is in the optimizer; "
-                f"add it to the optimizer, or train it first-order with {skipping([layer.path])}"
+                f"layer {layer.name!r} is covered, but the optimizer lacks some of its parameters; "
+                f"add them to the optimizer, or train the layer first-order with "
+                f"{skipping([layer.path])}"
             )
         groups[layer.name] = [group_of[id(parameter)] for parameter in layer.parameters]
     return groups

@@ -98,7 +98,7 @@ class StepGuard:
             self._stepping.discard(self._optimizer)
 
     def allow_once(self) -> None:
-        """Allow one step, by a caller who has preconditioned gradients."""
+        """Allow a single step; the caller has already preconditioned the gradients."""
         self._allowed.add(self._optimizer)
 
     def remove(self) -> None:

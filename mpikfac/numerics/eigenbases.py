@@ -206,8 +206,8 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 
     The values are the diagonal of `vectors^T factor vectors`. The misfit is the norm of its
     off-diagonal part, relative to the factor's norm: 0 for exact eigenvectors. One product is
-    enough, since an orthogonal matrix preserves norms. Several factors, `[count, n, n]`, have
-    values and misfits `[count, ...]`.
+    enough, since an orthogonal matrix preserves norms. For a batch of factors
+    `[count, n, n]`, values and misfits have a leading dimension `count`.
 
     For leading eigenvectors `[n, rank]`, the values are `[1 + rank]`, with the mean of the
     remaining values first. The misfit then includes how much an eigenvalue outside of them exceeds

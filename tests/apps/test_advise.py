@@ -259,7 +259,8 @@ def test_other_workers_and_levels_are_advised(tmp_path, capsys):
         (
             "--model resnet50 --machine v100-edr --ranks 8 --strategy krum "
             "--transport.overlap=false --efficiency 0.8",
-            "efficiency=0.8 compares with a single rank: sync.aggregation='krum'",
+            "efficiency=0.8 is relative to a single rank, which cannot be predicted: "
+            "sync.aggregation='krum'",
         ),
     ],
 )

@@ -337,8 +337,8 @@ def evaluated(model, inputs, labels, _step):
 
 BEFORE = {"grafting": NoGrafting(), "preconditioner": "eigen"}
 PASSES = {
-    "evaluated": (images, by_layer, BEFORE | {"loss": evaluated}),
     "evaluated, root": (images, by_root, BEFORE | {"loss": evaluated}),
+    "evaluated": (images, by_layer, BEFORE | {"loss": evaluated}),
     "in parts, root": (images, by_root, BEFORE | {"loss": in_parts}),
     "computed again": (recomputed, by_layer, BEFORE),
     "computed again, compiled": (recomputed, compiled, BEFORE | {"factor_update_steps": 2}),
@@ -568,7 +568,7 @@ def test_torchs_checkpoints_of_optimizers_are_refused_by_a_line():
     """Oracle: the line names the function that saves K-FAC's state."""
     optimizer = begun(by_layer, usual, mpikfac.over())
     model = steps(optimizer, mpikfac.over(), range(1))
-    with pytest.raises(mpikfac.UserError, match=r"save it with mpikfac\.save_checkpoint"):
+    with pytest.raises(mpikfac.UserError, match=r"use mpikfac\.save_checkpoint"):
         get_optimizer_state_dict(model, optimizer)
 
 

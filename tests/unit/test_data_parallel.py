@@ -106,7 +106,7 @@ def test_mixed_dtypes_are_refused_by_name(comm, make):
 def test_a_covered_weight_must_be_in_the_optimizer(comm):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[0].parameters())
-    with pytest.raises(ValueError, match="layer '1' is covered, but not all of it is in the op"):
+    with pytest.raises(ValueError, match="layer '1' is covered, but the optimizer lacks some"):
         mpikfac.KFAC(model, optimizer, comm)
     problem.kfac(model, optimizer, comm, skip=["1"])
 

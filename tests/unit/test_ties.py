@@ -326,7 +326,9 @@ def test_the_remedy_of_a_layer_outside_of_the_optimizer_can_be_pasted():
     """Oracle: the line, by hand."""
     model = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(2, 1))
     params = [*model[0].parameters(), model[1].out_proj.bias]
-    with pytest.raises(ValueError, match="layer '1.in_proj' is covered, but not all") as error:
+    with pytest.raises(
+        ValueError, match="layer '1.in_proj' is covered, but the optimizer lacks"
+    ) as error:
         KFACOptimizer(model, params=params)
     coverage = pasted(str(error.value))
     assert coverage.skip == ["1"]

@@ -30,7 +30,7 @@ class Call(NamedTuple):
 def calls(
     layers: Sequence[mpikfac.Layer], loss: Callable[[], Tensor]
 ) -> dict[str, list[list[Call]]]:
-    """Return all uses of each layer in the pass of `loss`; gradients of parameters are kept.
+    """Run `loss` and its backward pass, and return all uses of each layer; `.grad` is left set.
 
     A product inside a module has one list of uses per group; any other layer has a single list.
     """

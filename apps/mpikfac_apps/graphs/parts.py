@@ -121,7 +121,7 @@ def with_means(part: GraphPart) -> GraphPart:
 
 
 def sparse(rows: Places, columns: Places, values: Numbers, shape: tuple[int, int]) -> Tensor:
-    """Return a sparse matrix of the default dtype; duplicates are added."""
+    """Return a sparse matrix of the default dtype; duplicate entries are summed."""
     numbers = torch.as_tensor(values, dtype=torch.get_default_dtype())
     places = np.stack([rows, columns])
     return torch.sparse_coo_tensor(

@@ -81,4 +81,4 @@ class ProgramLearning:
 
 @dataclass(frozen=True)
 class ProgramOptions(RunOptions, ProgramLearning):
-    """The options of a small program, to which a program adds its own fields."""
+    """The options shared by the small programs; each program adds its own fields."""

@@ -58,7 +58,7 @@ class RunSettings:
 
 
 def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
-    """Return the checked options of a start; a resumed run keeps options that are not set again.
+    """Return the checked options; a resumed run keeps the saved value of an option that is not set.
 
     A choice that was left open stays as the checkpoint's version made it, unless it depends on an
     option that changes. If the preconditioner changes, the defaults of the previous one are dropped

@@ -471,8 +471,8 @@ def _check_trainer(trainer: KFAC) -> None:
     if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
         raise ValueError(
             f"fisher_type={estimator.fisher_type!r} with "
-            f"normalization={estimator.normalization!r} estimates no Fisher matrix of an example; "
-            f"train with a different fisher_type, and with normalization='expand'"
+            f"normalization={estimator.normalization!r} does not estimate a Fisher matrix per "
+            f"example; train with a different fisher_type, and with normalization='expand'"
         )
     if sync.local_steps:
         raise ValueError(f"with sync={sync.name!r} each rank has its own weights; average them")

@@ -11,7 +11,7 @@ from mpikfac.layers import Layer
 
 
 class ParameterMatrices:
-    """Convert tensors by parameter to matrices by layer, for one or many examples.
+    """Convert per-parameter tensors to per-layer matrices, for one or many examples.
 
     Args:
         skip: names of parameters, or of modules, that vectors may contain although no layer covers

@@ -142,8 +142,8 @@ class AsyncSGD(Trainer):
     def call(self) -> None:
         """Request that all clients meet after one of the next steps; see `combined`.
 
-        All clients meet after the same step, counted from the first step of each client. Clients
-        must stop, or save a state, together: vote for the reason, and call this method.
+        All clients meet after the same step, counted from the first step of each client.
+        To stop or to save states after the same step, vote with a reason, and call this method.
         """
         self._client.wish = True
 

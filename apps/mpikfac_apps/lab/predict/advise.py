@@ -296,7 +296,8 @@ def of_ranks(
     found = predictions(changed(doubled, {OVERLAP: row["overlap"]}), machine)
     if "left_out" in found[0]:
         raise ValueError(
-            f"efficiency={options.efficiency:g} compares with a single rank: {found[0]['left_out']}"
+            f"efficiency={options.efficiency:g} is relative to a single rank, "
+            f"which cannot be predicted: {found[0]['left_out']}"
         )
     steps = {row["ranks"]: row["mean"]["seconds"] for row in found if "left_out" not in row}
     lines = [("ranks", "step", "efficiency")]

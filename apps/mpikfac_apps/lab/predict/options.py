@@ -174,7 +174,7 @@ class CalibrateOptions:
 
 
 def first_preset(names: str) -> dict[str, Any]:
-    """Return the options of the first strategy in a list; for "sgd" and "all", of COMM-OPT."""
+    """Return the options of the first strategy in a list, or COMM-OPT's for "sgd" and "all"."""
     return preset(names.partition(",")[0].strip().removeprefix(SGD)) or preset(COMM_OPT)
 
 

@@ -1,7 +1,7 @@
 """Measure what the quick tests detect: mutate random places of the core, and count failing mutants.
 
     pip install cosmic-ray
-    PYTHONPATH=tests python benchmarks/mutation_score.py [--mutants 150] [--seed 0] [--out FOLDER]
+    PYTHONPATH=tests python tests/programs/mutation_score.py [--mutants 150] [--out FOLDER]
 
 First, the quick tests run once in a copy of the repository: those of one process, and tests/mpi on
 2 ranks. Coverage contexts tell which tests execute a line. Then places of the core are drawn, each
@@ -36,7 +36,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 from support import launch
 from support.pace import paced
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COPIED = ("mpikfac", "apps", "benchmarks", "docs", "jobs", "tests", "README.md", "pyproject.toml")
 OUTSIDE = ("lab", "predict")  # folders of mpikfac/ that are not the core
 QUICK = "not slow and not gate and not lab"
