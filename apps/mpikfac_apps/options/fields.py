@@ -317,8 +317,9 @@ def _hints(group: type) -> dict[str, Any]:
         try:
             hints |= typing.get_type_hints(of_fields, localns=ANNOTATIONS)
         except NameError as error:  # in a file of the user
-            words = f"{base.__name__} has an unknown annotation: {error}"
-            raise ValueError(f"{words}; import the name in the file") from error
+            raise ValueError(
+                f"{base.__name__} has an unknown annotation: {error}; the file must import the name"
+            ) from error
     return hints
 
 
