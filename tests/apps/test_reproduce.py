@@ -9,11 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from mpikfac_apps.lab.reproduce import appendix, published, records, rules, training
-from mpikfac_apps.lab.reproduce.entry import Entry, Row
+from mpikfac_apps.lab.reproduce import appendix, published, records, rules, summary, training
+from mpikfac_apps.lab.reproduce.entry import VERDICTS, Entry, Row
 from mpikfac_apps.lab.reproduce.registry import ENTRIES
 from mpikfac_apps.lab.reproduce.reproduce import main
+from mpikfac_apps.lab.reproduce.summary import Reproduced
+from mpikfac_apps.problems import models
 from support.launch import environment
 
 pytestmark = pytest.mark.lab
@@ -26,7 +29,9 @@ MADE_UP = Entry(
     paper="SC20",
     source="table 1",
     found="predicted",
+    how="by hand",
     tolerance=0.1,
+    why="made up",
     seconds=1,
     rows=list,
 )
@@ -54,7 +59,8 @@ def test_numbers_are_within_the_tolerance(name, monkeypatch, capsys):
     code = main([name])
     text, error = capsys.readouterr()
     assert code == 0, text + error
-    assert ENTRIES[name].command.split()[0] in text and ENTRIES[name].source.split()[0] in text
+    assert f"mpikfac reproduce {name}" in text and ENTRIES[name].source.split()[0] in text
+    assert "1 experiment, 0 not run" in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,12 @@ def test_numbers_are_within_the_tolerance(name, monkeypatch, capsys):
         (Row("ms", "4 ranks", 100.0, float("nan")), 1, "outside the tolerance"),
         (Row("ms", "4 ranks", 100.0, 50.0, "a reason"), 0, "miss: a reason"),
         (Row("ms", "4 ranks", 100.0, 99.0, "a reason"), 1, "but listed as a miss"),
+        (Row("ms", "4 ranks", 100.0, 109.0, fitted=True), 0, "fitted"),
+        (Row("ms", "4 ranks", 100.0, 120.0, fitted=True), 1, "outside the tolerance"),
+        (Row("ms", "4 ranks", 90.0, 109.0, most=100.0), 0, "agrees"),
+        (Row("ms", "4 ranks", 90.0, 111.0, most=100.0), 1, "outside the tolerance"),
+        (Row("ms", "4 ranks", 90.0, 80.0, most=100.0), 1, "-11 %"),
+        (Row("ms", "4 ranks", 90.0, 95.0, "a reason", most=100.0), 1, "+0 %"),
     ],
 )
 def test_a_wrong_figure_is_an_error(row, code, told, made_up, capsys):
@@ -76,13 +88,20 @@ def test_a_wrong_figure_is_an_error(row, code, told, made_up, capsys):
 
 
 def test_a_planted_figure_of_a_paper_is_found(monkeypatch, capsys):
-    """Oracle: an epoch of K-FAC of 35 minutes in the place of 30, which is too far from 25."""
+    """Oracle: an epoch of K-FAC of 35 minutes in the place of 30, which is too far from 25.
+
+    What it adds, 20 minutes, is then as predicted, and no longer the miss that is listed.
+    """
     monkeypatch.setitem(published.KFAC_EPOCHS, (16, 90), 35 * 60)
     assert main(["sc20-steps"]) == 1
-    wrong = [line for line in capsys.readouterr().out.splitlines() if "outside" in line]
-    assert [line.split("  ")[1:3] for line in wrong] == [
-        ["ms of a step, K-FAC (10)", "16 GPUs, 90 epochs"]
-    ]
+    *lines, last = capsys.readouterr().out.splitlines()
+    for verdict, what in (
+        ("outside the tolerance", "ms of a step, K-FAC (10)"),
+        ("listed as a miss", "ms of a step, what K-FAC (10) adds"),
+    ):
+        (line,) = [line for line in lines if line.endswith(verdict)]
+        assert what in line and "16 GPUs, 90 epochs" in line
+    assert "2 outside; exit code 1" in last
 
 
 def test_accuracies_are_compared_in_points(monkeypatch, capsys):
@@ -93,7 +112,76 @@ def test_accuracies_are_compared_in_points(monkeypatch, capsys):
         found = [{"test_accuracy": accuracy}]
         monkeypatch.setattr(records, "defaults", lambda _, found=found: found)
         assert main(["time-to-accuracy"]) == code
-        assert off in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert off in text and ("record agrees" in text) == (code == 0)
+
+
+def test_the_sizes_of_formulas_are_those_of_the_network():
+    """Oracle: the parameters and running statistics of torch's modules."""
+    network = models.build("resnet50", classes=1000)
+    tensors = [*network.parameters(), *network.buffers()]
+    weights = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
+    sizes = dict.fromkeys(("covered", "factors", "cubes", "largest"), 0)
+    for module in network.modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+            outputs = len(module.weight)
+            inputs = module.weight[0].numel() + (module.bias is not None)
+            sizes["covered"] += outputs * inputs
+            sizes["factors"] += outputs**2 + inputs**2
+            sizes["cubes"] += outputs**3 + inputs**3
+            sizes["largest"] = max(sizes["largest"], inputs**3)
+    mib = 4 / 2**20
+    assert round(mib * sizes["factors"], 1) == published.FACTORS
+    assert round(mib * sizes["covered"], 1) == published.WEIGHTS
+    assert round(mib * weights, 1) == published.GRADIENTS
+    assert round(sizes["largest"] / sizes["cubes"], 3) == published.LARGEST
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "points", "number", "off"),
+    [
+        (0.2, False, "1,063", "+1 %"),
+        (0.02, False, "1,063", "+1.0 %"),
+        (0.002, False, "1,063.2", "+0.98 %"),
+        (1e-9, False, "1,063.2123457", "+0.97942309 %"),
+        (0.5, True, "1,063.21", "+10.31 points"),
+    ],
+)
+def test_numbers_have_as_many_digits_as_the_tolerance(tolerance, points, number, off):
+    """Oracle: 1063.2123456789 and its deviation from 1052.9 by hand."""
+    entry = replace(MADE_UP, tolerance=tolerance, points=points)
+    cells = appendix.cells(entry, Row("ms", "here", 1052.9, 1063.2123456789))
+    assert cells[3:5] == (number, off)
+
+
+def test_the_summary_counts_all_rows():
+    """Oracle: rows by hand with all verdicts, and a result that was not run."""
+    kinds = {
+        "agrees": Row("ms", "here", 100.0, 101.0),
+        "fitted": Row("ms", "here", 100.0, 101.0, fitted=True),
+        "miss": Row("ms", "here", 100.0, 150.0, "a reason"),
+        "outside the tolerance": Row("ms", "here", 100.0, 150.0),
+        "within the tolerance, but listed as a miss": Row("ms", "here", 100.0, 101.0, "a reason"),
+    }
+    assert [MADE_UP.verdict(row) for row in kinds.values()] == list(kinds)
+    recorded = replace(MADE_UP, name="old", found="recorded")
+    rows = list(kinds.values())
+    results = [
+        Reproduced(MADE_UP, rows, 2.0),
+        Reproduced(recorded, rows[:1] * 3, 3.0),
+        Reproduced(MADE_UP, [], 4.0, "no ranks"),
+    ]
+    assert list(summary.table(results)) == [
+        ("made-up", MADE_UP.about, "predicted", "5", "1", "1", "1", "2", "0", "2"),
+        ("old", MADE_UP.about, "recorded", "3", "3", "0", "0", "0", "0", "3"),
+        ("made-up", MADE_UP.about, "predicted", "0", "0", "0", "0", "0", "1", "4"),
+        ("all", "", "", "8", "4", "1", "1", "2", "1", "9"),
+    ]
+    assert summary.line(results) == (
+        "3 experiments, 1 not run; 8 rows: 4 agree, 1 fitted, 1 miss, 2 outside; exit code 1; 9 s"
+    )
+    for part, code in ((results[1:2], 0), (results[2:], 1), (results[:1], 1)):
+        assert summary.exit_code(part) == code
 
 
 def test_exchanged_ranks_and_signs_are_found():
@@ -111,6 +199,8 @@ def test_all_results_are_listed(capsys):
     assert [line.split()[0] for line in lines[1 : 1 + len(ENTRIES)]] == list(ENTRIES)
     page = (ROOT / "docs" / "extensions" / "reproduce.md").read_text()
     assert re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE) == list(ENTRIES)
+    for verdict in VERDICTS:
+        assert f"\n| {verdict} |" in page
 
 
 def test_an_unknown_result_is_refused(capsys):
@@ -139,10 +229,10 @@ def test_one_refusal_leaves_the_other_results(monkeypatch, tmp_path, capsys):
     entries = {"made-up": replace(MADE_UP, rows=refused), "sound": sound}
     monkeypatch.setattr("mpikfac_apps.lab.reproduce.reproduce.ENTRIES", entries)
     assert main(["--appendix", str(tmp_path)]) == 1
-    assert "not found here: no ranks" in capsys.readouterr().out
+    assert "could not be run: no ranks" in capsys.readouterr().out
     for kind in ("md", "html"):
         text = (tmp_path / f"artifact.{kind}").read_text()
-        assert "Not found here: no ranks" in text and "101" in text
+        assert "Could not be run: no ranks" in text and "101" in text
     assert main(["made-up"]) == 2
     assert capsys.readouterr().err == "mpikfac reproduce: no ranks\n"
 
@@ -150,8 +240,11 @@ def test_one_refusal_leaves_the_other_results(monkeypatch, tmp_path, capsys):
 def test_columns_say_where_expected_numbers_are_from():
     """Oracle: entries whose source is this repository or a formula."""
     own = {name for name, entry in ENTRIES.items() if entry.expected != "published"}
-    assert own == {"sc20-bytes", "kaisa-bytes", "smpi-collectives", "exchange-rules", "defaults"}
-    for name in own:
+    assert own == {
+        *("sc20-bytes", "kaisa-bytes", "sc20-ratios"),
+        *("smpi-collectives", "exchange-rules", "defaults"),
+    }
+    for name in own - {"sc20-ratios"}:
         entry = ENTRIES[name]
         assert entry.paper.startswith("method") and entry.expected in appendix.head(entry)
 
@@ -195,7 +288,12 @@ def test_the_appendix_has_commands_numbers_and_versions(made_up, tmp_path, capsy
     for text in (markdown.read_text(), "".join(page.words)):
         assert "A number & its <source>." in text
         assert "command: mpikfac reproduce made-up" in text
-        for fact in ("processor", "memory", "torch", "commit", "table 1", "10 %"):
+        assert "1 experiment, 0 not run; 1 row: 0 agree, 0 fitted, 1 miss, 0 outside; exit" in text
+        assert "predicted by hand" in text and "10 %: made up" in text
+        assert "pip install -c constraints.txt" in text and "OMPI_ALLOW_RUN_AS_ROOT=1" in text
+        for verdict, meaning in VERDICTS.items():
+            assert verdict in text and meaning in text
+        for fact in ("processor", "memory", "torch", "commit", "table 1"):
             assert fact in text
     row = "| ms of a step | 4 ranks | 100 | 50 | -50 % | miss: a reason |"
     assert row in markdown.read_text().splitlines()

@@ -9,33 +9,32 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from mpikfac import files
 from mpikfac_apps import place
 from mpikfac_apps.lab.pages import rendered
-from mpikfac_apps.lab.reproduce.entry import Entry, Row
-
-
-class Reproduced(NamedTuple):
-    """An entry and its rows.
-
-    Attributes:
-        refusal: why the rows could not be computed here; "" if they could.
-    """
-
-    entry: Entry
-    rows: Sequence[Row]
-    refusal: str = ""
-
+from mpikfac_apps.lab.reproduce import summary
+from mpikfac_apps.lab.reproduce.entry import VERDICTS, Entry, Row
+from mpikfac_apps.lab.reproduce.summary import Reproduced
 
 KINDS = ("md", "html")
+EXAMPLE = {
+    **{"what": "s of a message", "where": "4 ranks", "published": "0.1", "predicted": "0.13"},
+    **{"off": "+30 %", "verdict": "outside the tolerance"},
+}
+"""A row with an error, made up, by the titles of its columns."""
+VARIABLES = ("OMP_", "OMPI_", "MKL_", "MPI4PY_", "MPIRUN")
+"""Prefixes of environment variables that can affect a result."""
+FACTS = ("cpu family", "model", "cpu MHz")
+"""Facts about a processor in /proc/cpuinfo."""
 
 
-def write(directory: Path, results: Sequence[Reproduced]) -> list[Path]:
-    """Write artifact.md and artifact.html; return their paths.
+def write(
+    directory: Path, results: Sequence[Reproduced], machine: Sequence[tuple[str, str]]
+) -> list[Path]:
+    """Write artifact.md and artifact.html, with facts about the machine; return their paths.
 
     Raises:
         OSError: a file cannot be written.
@@ -46,9 +45,13 @@ def write(directory: Path, results: Sequence[Reproduced]) -> list[Path]:
         text = rendered(
             Path(__file__).with_name(f"artifact.{kind}"),
             written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-            hardware=list(hardware()),
+            hardware=machine,
             software=list(software()),
+            commands=list(installation()),
             results=results,
+            summary=summary,
+            verdicts=VERDICTS,
+            example=EXAMPLE,
             facts=facts,
             head=head,
             cells=cells,
@@ -62,9 +65,13 @@ def facts(entry: Entry) -> Iterator[tuple[str, str]]:
     """Yield the names and descriptions of what is needed to reproduce a result."""
     yield "paper", entry.paper
     yield "source", entry.source
+    yield "kind", entry.kind
     yield "data", entry.data
-    yield "command", f"{entry.command} (about {entry.seconds:,.0f} s on two cores)"
-    yield "tolerance", tolerance(entry)
+    command = f"mpikfac reproduce {entry.name}"
+    yield "command", f"{command} (about {entry.seconds:,.0f} s on two idle cores)"
+    if entry.anew:
+        yield "new measurements", entry.anew
+    yield "tolerance", f"{tolerance(entry)}: {entry.why}"
 
 
 def head(entry: Entry) -> tuple[str, ...]:
@@ -74,20 +81,35 @@ def head(entry: Entry) -> tuple[str, ...]:
 
 def cells(entry: Entry, row: Row) -> tuple[str, ...]:
     """Return the cells of a row: what, where, expected, found, deviation and verdict."""
-    verdict = entry.verdict(row) or "agrees"
-    numbers = digits(row.published), digits(row.found), deviation(entry, row)
-    return (row.what, row.where, *numbers, verdict)
+    ends = row.published, *(() if row.most is None else (row.most,))
+    expected = " to ".join(digits(entry, end) for end in ends)
+    numbers = expected, digits(entry, row.found), deviation(entry, row)
+    return (row.what, row.where, *numbers, entry.verdict(row))
 
 
 def deviation(entry: Entry, row: Row) -> str:
     """Format the deviation of a row in per cent, or in points."""
-    off = entry.off(row)
-    return f"{off:+z.2f} points" if entry.points else f"{100 * off:+z.0f} %"
+    off, decimals = entry.off(row), places(entry)
+    return f"{off:+z.{decimals}f} points" if entry.points else f"{100 * off:+z.{decimals}f} %"
 
 
-def digits(number: float) -> str:
-    """Format a number with three digits."""
-    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+def digits(entry: Entry, number: float) -> str:
+    """Format a number with the decimals of points, or with enough digits for the tolerance."""
+    decimals = places(entry)
+    if not entry.points:
+        decimals = max(0, decimals + 2 - exponent(number))
+    text = f"{number:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def places(entry: Entry) -> int:
+    """Return the decimals of deviations: one more than the tolerance has, if it is below 10."""
+    return max(0, 1 - exponent(entry.tolerance * (1 if entry.points else 100)))
+
+
+def exponent(number: float) -> int:
+    """Return the exponent of a number in scientific notation; 0 if it is not finite."""
+    return int(f"{number:e}".partition("e")[2] or 0)
 
 
 def tolerance(entry: Entry) -> str:
@@ -97,29 +119,50 @@ def tolerance(entry: Entry) -> str:
 
 
 def hardware() -> Iterator[tuple[str, str]]:
-    """Yield the names and values of the machine's components."""
+    """Yield the names and values of the machine's components, and its load."""
     yield "processor", _processor()
     yield "cores of this process", str(len(os.sched_getaffinity(0)))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield "memory", f"{memory / 2**30:.1f} GiB"
     names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
     yield "GPUs", ", ".join(names) or "none"
+    yield "load at the start", f"{os.getloadavg()[0]:.1f} processes, the mean of a minute"
 
 
 def _processor() -> str:
-    """Return the name of the processor."""
+    """Return the name, family, model and frequency of the processor."""
     with suppress(OSError):
-        for line in files.read_text("/proc/cpuinfo", files.LIMIT).splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = files.read_text("/proc/cpuinfo", files.LIMIT).splitlines()
+        values = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+        if "model name" in values:
+            facts = [f"{key} {values[key]}" for key in FACTS if key in values]
+            virtual = ["virtual"] * ("hypervisor" in values.get("flags", "").split())
+            return ", ".join([values["model name"], *facts, *virtual])
     return platform.machine()
 
 
 def software() -> Iterator[tuple[str, str]]:
     """Yield names and versions of the software."""
+    with suppress(OSError):
+        yield "distribution", platform.freedesktop_os_release()["PRETTY_NAME"]
     yield "system", platform.platform()
     yield "Python", platform.python_version()
     for name in place.PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             yield name, metadata.version(name)
     yield "commit", place.commit() or "unknown"
+    values = (f"{key}={os.environ[key]}" for key in sorted(os.environ) if key.startswith(VARIABLES))
+    yield "environment variables", ", ".join(values) or "none"
+
+
+def installation() -> Iterator[str]:
+    """Yield the commands that install the project and write the appendix."""
+    commit = (place.commit() or "COMMIT").removesuffix("-dirty")
+    yield "git clone REPOSITORY mpikfac"
+    yield "cd mpikfac"
+    yield f"git checkout {commit}"
+    yield "python3 -m venv .venv"
+    yield "source .venv/bin/activate"
+    yield 'pip install -c constraints.txt -e ".[apps,mpi]"'
+    yield "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1  # only as root"
+    yield "mpikfac reproduce --appendix DIR"

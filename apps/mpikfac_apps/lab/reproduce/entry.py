@@ -4,7 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
+
+Verdict: TypeAlias = Literal[
+    "agrees",
+    "record agrees",
+    "fitted",
+    "miss",
+    "outside the tolerance",
+    "within the tolerance, but listed as a miss",
+]
+VERDICTS: dict[Verdict, str] = {
+    "agrees": "differs by at most the tolerance",
+    "record agrees": "a recorded value differs by at most the tolerance; nothing was measured anew",
+    "fitted": "differs by at most the tolerance, but a constant of the model was fitted to the "
+    "expected value, so this does not test the model",
+    "miss": "is known to differ by more than the tolerance; the reason follows. The exit code "
+    "remains 0",
+    "outside the tolerance": "differs by more than the tolerance, which is an error. A prediction "
+    "does not depend on this machine; repeat a measurement on idle cores, and report what remains",
+    "within the tolerance, but listed as a miss": "agrees, although a miss was expected, which is "
+    "an error, counted as outside: the reason of the miss is outdated",
+}
+"""The verdicts on a row, and what they mean."""
+ERRORS: tuple[Verdict, ...] = (
+    "outside the tolerance",
+    "within the tolerance, but listed as a miss",
+)
 
 
 class Row(NamedTuple):
@@ -12,9 +38,11 @@ class Row(NamedTuple):
 
     Attributes:
         where: the network, ranks or machine.
-        published: the expected value; see `Entry.expected`.
+        published: the expected value, or the lower end of its range; see `Entry.expected`.
         miss: the reason why the values are known to differ by more than the tolerance; "" if they
             should agree.
+        most: the upper end of the expected range; None for a single value.
+        fitted: whether a constant of the model was fitted to the expected value.
     """
 
     what: str
@@ -22,6 +50,14 @@ class Row(NamedTuple):
     published: float
     found: float
     miss: str = ""
+    most: float | None = None
+    fitted: bool = False
+
+    @property
+    def nearest(self) -> float:
+        """The expected value that is nearest to the value found."""
+        most = self.published if self.most is None else self.most
+        return min(max(self.published, self.found), most)
 
 
 @dataclass(frozen=True)
@@ -33,13 +69,14 @@ class Entry:
         paper: the short name of the paper in docs/reference/references.md, after "method of" if the
             values are not the paper's.
         source: the table, figure or formula with the expected values.
-        found: how `rows` finds its values. "recorded": in the results of `again`, which takes
-            hours.
+        found: how `rows` finds its values. "recorded": in the results of `anew`, which takes hours.
+        how: continues `found`: the machine model, the ranks and threads, or the date.
         tolerance: the largest deviation of a row without a `miss`.
+        why: the reason for the tolerance.
         seconds: the time of `command` on two idle cores.
         rows: computes the rows, in less than a minute.
-        data: the data set that the command reads.
-        again: the command that repeats the recorded measurements.
+        data: the data set that is read.
+        anew: how to repeat the recorded measurements.
         expected: the source of the expected values, as the title of their column.
         points: whether rows are percentages, whose deviation is a difference in points; otherwise,
             it is relative.
@@ -50,27 +87,34 @@ class Entry:
     paper: str
     source: str
     found: Literal["predicted", "measured", "recorded"]
+    how: str
     tolerance: float
+    why: str
     seconds: float
     rows: Callable[[], Iterable[Row]]
     data: str = "none"
-    again: str = ""
-    expected: Literal["published", "by the formula", "by the rule", "simulated", "recorded"] = (
-        "published"
-    )
+    anew: str = ""
+    expected: Literal[
+        "published", "derived", "by the formula", "by the rule", "simulated", "recorded"
+    ] = "published"
     points: bool = False
 
     @property
-    def command(self) -> str:
-        """The command that reproduces the values."""
-        return self.again or f"mpikfac reproduce {self.name}"
+    def kind(self) -> str:
+        """How the values are found."""
+        return f"{self.found} {self.how}"
 
     def off(self, row: Row) -> float:
         """Return the deviation of a row."""
-        return row.found - row.published if self.points else row.found / row.published - 1
+        return row.found - row.nearest if self.points else row.found / row.nearest - 1
 
-    def verdict(self, row: Row) -> str:
-        """Return "" for a row as expected, "miss" for a known miss, otherwise what is wrong."""
-        if abs(self.off(row)) <= self.tolerance:
-            return "within the tolerance, but listed as a miss" if row.miss else ""
-        return "miss" if row.miss else "outside the tolerance"
+    def verdict(self, row: Row) -> Verdict:
+        """Return whether a row is as expected."""
+        within = abs(self.off(row)) <= self.tolerance
+        if row.miss:
+            return "within the tolerance, but listed as a miss" if within else "miss"
+        if not within:
+            return "outside the tolerance"
+        if row.fitted:
+            return "fitted"
+        return "record agrees" if self.found == "recorded" else "agrees"
