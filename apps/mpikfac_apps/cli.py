@@ -1,4 +1,4 @@
-"""Functions that all programs share, for streams, error messages, options and checkpoints."""
+"""Functions that all programs share, for streams, error messages, files and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import mpikfac
 from mpikfac import files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Options = TypeVar("Options")
 
 
 def run(program: str, work: Callable[[], int]) -> int:
@@ -50,25 +48,6 @@ def mend_streams() -> None:
 def complain(program: str, error: Exception) -> None:
     """Print an error on a single line; escape unprintable characters, which files can contain."""
     print(files.printable(f"{program}: {error}"), file=sys.stderr)
-
-
-def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Options | None:
-    """Parse options on rank 0, and return them on every rank; None after `--help`.
-
-    Collective over: comm.
-
-    Raises:
-        UserError: `parse` raised a ValueError.
-    """
-    options = None
-    with mpikfac.comm.together(comm, "options"):
-        if comm.rank == 0:
-            try:
-                options = parse()
-            except SystemExit as leave:
-                if leave.code:
-                    raise
-    return comm.bcast(options)
 
 
 def path_of(text: str, *kinds: str) -> Path:

@@ -24,9 +24,10 @@ class Codec:
         name: the name of the encoding in plans and predictions.
         everywhere: the collective that computes sums on all ranks. "Allgather": all ranks gather
             the encoded values of all ranks, and sum the decoded values in rank order.
-            "Alltoall, Allgather": each rank sums a shard, and encodes the sum again. "Allreduce":
-            MPI reduces values rounded to bfloat16. "Allreduce, Allreduce": `all_reduce` computes
-            the sums.
+            "Alltoall, Allgather": each rank sums a shard, and encodes the sum again; encoded values
+            are cut into shards, so each block of 16 values must be encoded by itself, in the same
+            number of bytes, without a header per message. "Allreduce": MPI reduces values rounded
+            to bfloat16. "Allreduce, Allreduce": `all_reduce` computes the sums.
         feedback: whether the error of an encoding is added to the next values to encode.
     """
 

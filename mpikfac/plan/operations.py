@@ -78,7 +78,7 @@ def operations(layer: LayerShape, form: Form, seen: Seen, orthogonal: bool) -> O
         seen.chosen * sum(factor.work(power) for factor in factors)
         if form.of == "statistics"
         else 0,
-        0 if form.vector else sum(factor.work() for factor in factors if factor.order > 1),
+        0 if form.vector else sum(factor.work(form.work) for factor in factors if factor.order > 1),
         sum(products(layer, form, orthogonal)),
     )
 

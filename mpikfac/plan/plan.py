@@ -143,7 +143,8 @@ class Plan:
     def load(self, rank: int) -> int:
         """Return the work of `rank` in a refresh: the sum of n^3 over the factors it decomposes.
 
-        A low-rank factor counts as the work of its iteration, and a vector as no work.
+        The exponent is that of the preconditioner's `Form.work`. A low-rank factor counts as the
+        work of its iteration, and a vector as no work.
         """
         factors = self.of(rank).decomposed()
         return sum(f.work(f.preconditioner.work) for f in factors if not f.preconditioner.vector)

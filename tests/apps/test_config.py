@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import yaml
 
 import mpikfac
 from mpikfac_apps.inspecting.options import INSPECT
+from mpikfac_apps.launching.programs import PROGRAMS
 from mpikfac_apps.options import by_epoch, options
 from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.documents import SYNONYMS, flattened
-from mpikfac_apps.options.fields import flat, leaves
+from mpikfac_apps.options.fields import flat, leaves, possible
 from mpikfac_apps.options.options import BASIC, TRAIN, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.options.strategy import (
@@ -543,6 +545,37 @@ def test_a_network_for_larger_images_is_doubted(arguments, words):
     """Oracle: sizes of the networks and of the data sets, by hand."""
     found = doubt(parse(arguments, 1))
     assert words in found and bool(words) == bool(found)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_name_of_a_type_stands_for_the_type(name):
+    """Oracle: all joints, such as `sync` and, inside a type of `sync`, `sync.aggregation`."""
+    if not (place := PROGRAMS[name].command_line):
+        return  # an example without such options
+    module, _, line = place.partition(":")
+    command = getattr(import_module(f"mpikfac_apps.{module}"), line)
+    joints = [leaf for leaf in possible(command.group).values() if leaf.joint]
+    for joint in joints:
+        command.answer([f"--{joint.name}=x", f"--{joint.key}=x"])
+    assert name != "train" or "sync.aggregation" in {joint.name for joint in joints}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sync.aggregation: krum\nsync.aggregation.num_byzantine: 0\n",
+        "sync: {aggregation: krum, aggregation.num_byzantine: 0}\n",
+        "sync:\n  aggregation:\n    type: krum\n    num_byzantine: 0\n",
+    ],
+)
+def test_a_type_inside_a_type_is_named_alike_in_files_and_on_the_command_line(tmp_path, text):
+    """Oracle: the full key."""
+    words = ["--sync.aggregation.type=krum", "--sync.aggregation.num_byzantine=0"]
+    expected = flat(TRAIN.read(words))
+    (tmp_path / "options.yaml").write_text(text)
+    assert flat(TRAIN.read([f"--config={tmp_path}/options.yaml"])) == expected
+    TRAIN.answer(short := ["--sync.aggregation", "krum", words[1]])
+    assert flat(TRAIN.read(short)) == expected
 
 
 def test_names_in_help_are_the_names_of_the_tables():

@@ -326,6 +326,7 @@ def test_help_shows_the_options_of_the_chosen_types(capsys: pytest.CaptureFixtur
 def test_names_are_checked_before_values() -> None:
     LINE.answer(["--vehicle=bicycle", "--vehicle.gears=7", "--boot.spare.octane=x"])
     LINE.answer(["--vehicle=mine.py:Train", "--vehicle.wagons=7"])
+    LINE.answer(["--vehicle.fuel=battery", "--vehicle.fuel.capacity=7"])  # a type inside a type
     with pytest.raises(ValueError, match=r"unknown key vehicle\.wagons"):
         LINE.answer(["--vehicle.wagons=7"])
 
@@ -377,6 +378,9 @@ def test_a_type_may_come_from_a_file(
     assert LINE.read(["--vehicle=mine.py:Train"], flat(read)) == read
     with pytest.raises(ValueError, match=r"vehicle=mine.py:Train would run mine.py; if you trust"):
         LINE.read([], flat(read))
+    (tmp_path / "typo.py").write_text(OWN.replace("wagons: int", "wagons: Int"))
+    with pytest.raises(ValueError, match=r"Train has an unknown annotation: name 'Int'"):
+        LINE.read(["--vehicle=typo.py:Train"])
     with pytest.raises(ValueError, match=r"mine\.py:Dog must be a class derived from Vehicle"):
         LINE.read(["--vehicle=mine.py:Dog"])
     with pytest.raises(ValueError, match="mine.py has no class 'Plane'"):

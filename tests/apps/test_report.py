@@ -224,6 +224,18 @@ def test_sentences_compare_medians_over_seeds(tmp_path):
     assert "was run once" not in text
 
 
+def test_variants_that_send_and_keep_the_same_are_not_ordered(tmp_path):
+    """Oracle: a damping changes neither messages nor arenas."""
+    strategies = {"mine": {"strategy": "comm-opt", "kfac.damping": 0.1}}
+    matrix = {"strategy": ["comm-opt", "mine"], "ranks": [2]}
+    wanted = read(tmp_path, matrix=matrix, strategies=strategies)
+    for cell in wanted.cells:
+        fill(tmp_path, cell)
+    text = sentences(wanted, tmp_path)
+    assert re.search(r"all variants send \S+ MiB per rank and step\. All variants keep", text)
+    assert "least" not in text
+
+
 def test_one_variant_on_several_seeds_is_compared_with_none(tmp_path):
     wanted = read(tmp_path, matrix={"strategy": ["comm-opt"], "ranks": [2], "seed": [0, 1]})
     for cell in wanted.cells:

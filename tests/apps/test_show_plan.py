@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,22 @@ def test_numbers_are_those_of_hand_counts(capsys):
     work = sum(n**3 for pair in orders for n in pair)
     assert float(words(text, "all ranks together")[3]) == pytest.approx(work, rel=0.01)
     assert f"at most {work / 576**3:.2f}x" in text
+
+
+def test_the_load_is_that_of_the_preconditioner(capsys):
+    """Oracle: the sum of the orders, and the largest, for work that grows with the order."""
+    diagonal = Path(__file__).parents[1] / "support" / "diagonal.py"
+    arguments = ["--preconditioner", f"{diagonal}:Diagonal", "--ranks", "4", "--budget", "null"]
+    assert main(["--model", "resnet20", *arguments]) == 0
+    text = capsys.readouterr().out
+    orders = [(27, 16), *[(144, 16)] * 6, (144, 32), *[(288, 32)] * 5]
+    orders += [(288, 64), *[(576, 64)] * 5, (65, 10)]
+    work = sum(map(sum, orders))
+    assert "as the sum of n\n" in text
+    assert float(words(text, "all ranks together")[3]) == pytest.approx(work, rel=0.01)
+    ratio = 4 * float(words(text, "most loaded rank")[3]) / work
+    assert float(words(text, "longest over mean load")[4][:-1]) == pytest.approx(ratio, abs=0.02)
+    assert f"at most {work / 576:.2f}x" in text
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 import mpikfac
 from mpikfac.plan import Aggregation, Synchronization, named_types
+from support.launch import TRAIN, launch
 from support.pace import paced
 
 pytestmark = pytest.mark.lab
@@ -82,3 +83,16 @@ def test_all_programs_accept_the_synchronization_of_the_page(tmp_path, arguments
     )
     assert run.returncode == 0, run.stderr
     assert words in run.stdout
+
+
+@pytest.mark.gate
+def test_ranks_train_with_the_synchronization_of_the_page_and_continue(tmp_path):
+    """Oracle: the log; the file is not in the folder from which the ranks start."""
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "rules" / "my_sync.py").write_text(programs()[1])
+    own = f"--sync={tmp_path}/rules/my_sync.py:PartialSGD", "--sync.sync_every=2"
+    arguments = *TRAIN, "--optimizer=sgd", *own, f"--run_dir={tmp_path}/run"
+    for more, words in (("--max_steps=2",), "steps 0 to 2"), (("--resume=auto",), "steps 2 to 4"):
+        run = launch(2, *arguments, "--max_steps=4", *more)
+        assert run.returncode == 0, run.stderr
+        assert words in run.stdout + run.stderr

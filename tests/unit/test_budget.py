@@ -74,6 +74,8 @@ def test_a_decomposition_is_the_cube_of_the_orders():
     assert operations(blocks, form, Seen(4, 2), True).decomposition == 2 * 10**3 + 7**3
     diagonal = replace(layer, diagonal="A")
     assert operations(diagonal, form, Seen(4, 2), True).decomposition == 7**3
+    linear = replace(form, work=1)
+    assert operations(layer, linear, Seen(4, 2), True).decomposition == 20 + 7
 
 
 # -- cuts --------------------------------------------------------------------------------------

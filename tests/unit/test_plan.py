@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
+from typing import ClassVar
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from mpikfac import (
     make_plan,
 )
 from mpikfac.lab import CurvatureServers, LocalSGD, TopK
-from mpikfac.plan import PASSED, divisors, lay_out, stages
+from mpikfac.plan import IN_SHARDS, PASSED, Codec, Compressor, divisors, lay_out, stages
 from mpikfac.plan.messages import in_shards, sums
 from mpikfac.plan.roles import apart, diagonally, in_messages
 from mpikfac_apps.problems import models
@@ -692,3 +693,28 @@ def test_gradients_without_kfac_are_buckets():
         sent = [m for m in plan.messages(0, False, False, True) if m.stage == "reduce gradients"]
         assert len(sent) == count
         assert sum(message.size for message in sent) == 3 * 2**21
+
+
+class HeaderCodec(Codec):
+    """A codec with a header of 4 bytes per message."""
+
+    name: ClassVar[str] = "header"
+    everywhere: ClassVar[str] = IN_SHARDS
+
+    def size(self, elements, itemsize):
+        return 4 + elements
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Header(Compressor):
+    """Send a header and bytes."""
+
+    def codec(self, layout, feedback):
+        return HeaderCodec()
+
+
+def test_a_codec_with_a_header_is_not_cut_into_shards():
+    """Oracle: the sizes of 16 and 32 values by hand."""
+    encoded = make_plan(LAYERS, 2, Strategy(compression=Compression(gradients=Header())), OTHERS)
+    with pytest.raises(ValueError, match=r"codec 'header': size\(32\)=36 must be .*=40"):
+        encoded.messages(0, False, False, True)

@@ -10,9 +10,10 @@ from typing import TypeVar
 import torch
 
 import mpikfac
-from mpikfac_apps.cli import mend_streams, read_options
+from mpikfac_apps.cli import mend_streams
 from mpikfac_apps.guard.reports import Reports
 from mpikfac_apps.guard.watchdog import Watchdog
+from mpikfac_apps.options import pickled
 
 Options = TypeVar("Options")
 Work = Callable[[mpikfac.comm.Comm, Options, Watchdog], int]
@@ -72,3 +73,33 @@ def run_watched(parse: Callable[[int], Options], work: Work[Options]) -> int:
             options = read_options(comm, lambda: parse(comm.size))
         code = 0 if options is None else work(comm, options, watchdog)
         return mpikfac.comm.leaving(code)
+
+
+def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Options | None:
+    """Parse options on rank 0, and return them on every rank; None after `--help`.
+
+    Every rank executes the files of types that the options name as FILE.py:CLASS.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: `parse` raised a ValueError; or a rank cannot execute a file.
+    """
+    options = None
+    with mpikfac.comm.together(comm, "options"):
+        if comm.rank == 0:
+            try:
+                options = parse()
+            except SystemExit as leave:
+                if leave.code:
+                    raise
+    content = comm.bcast(pickled.dumps(options) if comm.rank == 0 else b"")
+    with mpikfac.comm.together(comm, "options"):
+        if comm.rank != 0:
+            try:
+                options = pickled.loads(content)
+            except ValueError as error:
+                raise ValueError(
+                    f"on rank {comm.rank}, {error}; every rank needs the file, and what it imports"
+                ) from error
+    return options

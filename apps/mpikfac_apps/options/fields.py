@@ -246,7 +246,8 @@ def possible(group: type, within: Collection[type] = ()) -> dict[str, Leaf]:
                 for key, inner in possible(kind, (*within, leaf.joint)).items():
                     if key in leaf.without:
                         continue
-                    found.setdefault(f"{leaf.name}.{key}", inner)
+                    full, path = f"{leaf.name}.{key}", (*leaf.path[:-1], *inner.path)
+                    found.setdefault(full, dataclasses.replace(inner, key=full, path=path))
     return found
 
 
@@ -313,7 +314,12 @@ def _hints(group: type) -> dict[str, Any]:
         of_fields = type(
             base.__name__, (), {"__annotations__": texts, "__module__": base.__module__}
         )
-        hints |= typing.get_type_hints(of_fields, localns=ANNOTATIONS)
+        try:
+            hints |= typing.get_type_hints(of_fields, localns=ANNOTATIONS)
+        except NameError as error:  # in a file of the user
+            raise ValueError(
+                f"{base.__name__} has an unknown annotation: {error}; the file must import the name"
+            ) from error
     return hints
 
 

@@ -17,7 +17,7 @@ from mpikfac_apps.text import is_own
 C = TypeVar("C", bound=Choice)
 OWN = "FILE.py:CLASS"
 
-_spelled: dict[type[Choice], str] = {}
+_spelled: dict[type, str] = {}
 """User-defined types, by the text that named them."""
 
 
@@ -66,20 +66,35 @@ def type_of(joint: str, base: type[C], name: str) -> type[C]:
 
 
 def _own_type(joint: str, base: type[C], name: str) -> type[C]:
-    from mpikfac_apps.problems.own import class_of  # imports torch
-
     try:
-        kind = class_of(name)
+        kind = own_type(name)
     except ValueError as error:
         raise ValueError(f"{joint}={name}: {error}") from error
     if not issubclass(kind, base):
         raise ValueError(f"{joint}={name} must be a class derived from {base.__name__}")
+    return kind
+
+
+def own_type(name: str) -> type:
+    """Return the type that FILE.py:CLASS names, and remember the name.
+
+    Raises:
+        ValueError: the file does not exist, raises, or does not define the class.
+    """
+    from mpikfac_apps.problems.own import class_of  # imports torch
+
+    kind = class_of(name)
     _spelled[kind] = name
     return kind
+
+
+def spelling(kind: type) -> str | None:
+    """Return the text FILE.py:CLASS that named a user-defined type; None for other types."""
+    return _spelled.get(kind)
 
 
 def name_of(value: Choice | None) -> str | None:
     """Return the name of a value's type, as a user wrote it."""
     if value is None:
         return None
-    return _spelled.get(type(value)) or getattr(value, "name", type(value).__name__)
+    return spelling(type(value)) or getattr(value, "name", type(value).__name__)

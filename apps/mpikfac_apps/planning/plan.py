@@ -221,7 +221,8 @@ def brief_owners(plan: mpikfac.plan.Plan) -> Iterator[str]:
 
 def balance(plan: mpikfac.plan.Plan) -> list[str]:
     """Return lines about how evenly decompositions load ranks, and the bound on the speed-up."""
-    works = {name: f.work() for name, f in plan.factors.items() if not f.preconditioner.vector}
+    matrices = {n: f for n, f in plan.factors.items() if not f.preconditioner.vector}
+    works = {name: f.work(f.preconditioner.work) for name, f in matrices.items()}
     if not works:
         none = "factors are vectors" if plan.factors else "there are no factors"
         return [f"Load of the decompositions: none, because {none}"]
@@ -230,10 +231,12 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
     idle = plan.ranks - len(set(plan.owners.values()))
     largest = max(works, key=works.__getitem__)
     bound = total / works[largest]
+    powers = sorted({f.preconditioner.work for f in matrices.values()}, reverse=True)
     low = any(factor.rank for factor in plan.factors.values())
     of_low_rank = " (low rank: 2 n^2 rank)" if low else ""
     return [
-        f"Load of the decompositions, as the sum of n^3{of_low_rank}",
+        f"Load of the decompositions, as the sum of {' or '.join(map(power_of_n, powers))}"
+        f"{of_low_rank}",
         f"  all ranks together     {total:10.3g}",
         f"  most loaded rank       {longest:10.3g}   rank {busiest}",
         f"  ranks that own nothing {idle:10}   of {plan.ranks}",
@@ -241,6 +244,11 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
         f"  speed-up by spreading  {total / longest:9.2f}x   at most {bound:.2f}x: "
         f"{largest} has order {plan.factors[largest].order}",
     ]
+
+
+def power_of_n(power: int) -> str:
+    """Return a power of a factor's order, such as "n^3"."""
+    return "n" if power == 1 else f"n^{power}"
 
 
 def memory(plan: mpikfac.plan.Plan, job: mpikfac.predict.Job) -> list[str]:

@@ -194,6 +194,7 @@ def message(
     codec = codec.within(spans[0][0], spans[-1][1]) if codec else None
     if primitive == IN_SHARDS:
         ((start, stop),) = spans
+        _check_shards(codec, itemsize)
         parts = [(0, shard_length(stop - start, members))] * members
     elif primitive == "Allgather":
         parts *= members
@@ -209,6 +210,23 @@ def message(
     twice = ("Allreduce", IN_SHARDS, IN_TWO_SUMS)
     wire = 2 * ring if primitive in twice else {"Send, Bcast": size}.get(primitive, ring)
     return Message(stage, primitive, over, tuple(spans), root, size, handed, wire, codec)
+
+
+def _check_shards(codec: Codec | None, itemsize: int) -> None:
+    """Check that encoded values can be cut into shards.
+
+    Raises:
+        ValueError: two blocks of values do not take twice the bytes of one.
+    """
+    if codec is None:
+        return
+    one, two = (codec.size(blocks * ALIGNMENT, itemsize) for blocks in (1, 2))
+    if two != 2 * one:
+        raise ValueError(
+            f"codec {codec.name!r}: size({2 * ALIGNMENT})={two} must be 2 size({ALIGNMENT})="
+            f"{2 * one}, because everywhere={IN_SHARDS!r} cuts encoded values into shards; use "
+            f"'Allgather' for a codec with a header per message"
+        )
 
 
 def shard_length(elements: int, members: int) -> int:

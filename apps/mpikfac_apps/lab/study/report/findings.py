@@ -143,16 +143,25 @@ def against_sgd(steps: Sequence[float], sgd: Sequence[float]) -> str:
 def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
     if kfac[0].cell.ranks > 1:
         least, most = (f(kfac, key=lambda cell: cell.wire) for f in (min, max))
-        yield (
-            f"On these ranks, {least.cell.variant} sends the least ({brief_mib(least.wire)} MiB "
-            f"per rank and step) and {most.cell.variant} sends the most ({brief_mib(most.wire)} "
-            "MiB)."
-        )
+        if least.wire == most.wire:
+            yield (
+                f"On these ranks, all variants send {brief_mib(most.wire)} MiB per rank and step."
+            )
+        else:
+            yield (
+                f"On these ranks, {least.cell.variant} sends the least ({brief_mib(least.wire)} "
+                f"MiB per rank and step) and {most.cell.variant} sends the most "
+                f"({brief_mib(most.wire)} MiB)."
+            )
         least, most = (f(kfac, key=lambda cell: cell.memory) for f in (min, max))
-        yield (
-            f"{least.cell.variant} keeps the least in memory (at most {brief_mib(least.memory)} "
-            f"MiB per rank) and {most.cell.variant} keeps the most ({brief_mib(most.memory)} MiB)."
-        )
+        if least.memory == most.memory:
+            yield f"All variants keep at most {brief_mib(most.memory)} MiB per rank in memory."
+        else:
+            yield (
+                f"{least.cell.variant} keeps the least in memory (at most "
+                f"{brief_mib(least.memory)} MiB per rank) and {most.cell.variant} keeps the most "
+                f"({brief_mib(most.memory)} MiB)."
+            )
 
 
 def _about_learning(
