@@ -215,7 +215,7 @@ def _json(path: Path, form: Any) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     if not files.has_form(content, form):
-        raise ValueError(f"{path} is damaged, because its form is different; delete it")
+        raise ValueError(f"{path} is damaged; delete the file")
     return content
 
 
