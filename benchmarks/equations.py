@@ -310,7 +310,7 @@ def bytes_planned(
     found: Counter[str] = Counter()
     for times, numbers in ((STEPS - 1, (0, 0)), (1, (tries, losses))):
         several = dict(zip(("tries", "losses"), numbers))
-        for message in planned_messages(forms, shapes, comm.rank, **several):
+        for message in planned_messages(forms, shapes, comm.rank, **several, acceleration=True):
             found[message.stage] += times * message.bytes
     return {stage: n for stage, n in found.items() if n}
 

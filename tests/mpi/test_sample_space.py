@@ -92,9 +92,8 @@ def test_messages_are_those_planned(comm, momentum):
         for own in of_rank
     ]
     losses = 1 + steps.trace.calls["losses"]
-    planned = planned_messages(
-        forms, MATRICES, comm.rank, tries=1, losses=losses, momentum=bool(momentum)
-    )
+    settings = {"losses": losses, "momentum": bool(momentum), "acceleration": True}
+    planned = planned_messages(forms, MATRICES, comm.rank, **settings)
     assert report.tries == 1
     by_stage = {}
     for message in planned:
@@ -109,7 +108,7 @@ def test_each_pair_of_ranks_has_one_block_of_products(comm):
     forms = [[Form(count, (1,))] for count in counts]
     sent = 0
     for rank in range(comm.size):
-        messages = planned_messages(forms, [(1, 1)], rank)
+        messages = planned_messages(forms, [(1, 1)], rank, losses=2, acceleration=False)
         sent += sum(m.bytes for m in messages if m.stage == "reduce gram") // 8
     pairs = sum(a * b for i, a in enumerate(counts) for b in counts[: i + 1])
     assert sent == (pairs + sum(counts) if comm.size > 1 else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 
@@ -314,6 +315,43 @@ def test_an_error_at_a_trial_length_restores_the_weights(error):
     with pytest.raises(mpikfac.UserError if error is ValueError else KeyError, match="no table"):
         steps.step()
     assert torch.equal(flat(model, torch.empty(0)), before)
+
+
+def test_an_error_while_a_step_is_bent_undoes_the_step():
+    """Oracle: the state before the step; the calls at the accepted lengths were without error."""
+    model, calls = network(), []
+
+    def fails(model, x):
+        calls.append(len(x))
+        if len(calls) == limit:
+            raise ValueError("no table for these weights")
+        return model(x)[:, 0]
+
+    limit = -1
+    steps = SampleSpace(model, [Term(fails, points(5))], momentum=0.5)
+    steps.step()
+    before, state = flat(model, torch.empty(0)), copy.deepcopy(steps.state_dict())
+    undisturbed, begun = (
+        SampleSpace(copy.deepcopy(model), [Term(lambda m, x: m(x)[:, 0], points(5))], momentum=0.5),
+        len(calls),
+    )
+    undisturbed.load_state_dict(state)
+    undisturbed.step()
+    limit = begun + undisturbed.trace.calls["losses"] + 1
+    with pytest.raises(mpikfac.UserError, match="no table"):
+        steps.step()
+    assert torch.equal(flat(model, torch.empty(0)), before)
+    assert all(
+        torch.equal(torch.as_tensor(state[name]), torch.as_tensor(value))
+        for name, value in steps.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize("wrong", ["false", None, 0.5])
+def test_acceleration_is_a_choice(wrong):
+    """Oracle: the line."""
+    with pytest.raises(ValueError, match="acceleration="):
+        SampleSpace(network(), [Term(lambda m, x: m(x)[:, 0], points(5))], acceleration=wrong)
 
 
 def test_a_source_can_be_a_derivative_of_the_points():

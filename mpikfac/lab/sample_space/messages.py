@@ -111,9 +111,9 @@ def planned_messages(
     rank: int,
     *,
     tries: int = 1,
-    losses: int = 2,
+    losses: int,
     momentum: bool = False,
-    acceleration: bool = True,
+    acceleration: bool,
 ) -> list[Message]:
     """Return a rank's messages in a step.
 
@@ -124,7 +124,7 @@ def planned_messages(
         losses: the number of losses that are summed over ranks: one before the step, and one for
             each trial.
         momentum: whether the step has momentum.
-        acceleration: whether the step is bent.
+        acceleration: whether a bend is computed, as in steps with a positive length.
     """
     ranks = len(forms)
     if ranks == 1:

@@ -22,7 +22,7 @@ from mpikfac.lab.sample_space.terms import Points, Term
 from mpikfac.layers import trainer_of
 from mpikfac.model import check_wrappers, describe_tensors, fitting, fully_sharded
 from mpikfac.numerics import copy_all
-from mpikfac.plan import check_count, check_fraction, check_positive
+from mpikfac.plan import check_count, check_fraction, check_positive, one_of
 from mpikfac.plan.names import OF_MODEL
 from mpikfac.trace import Trace
 
@@ -140,7 +140,7 @@ class SampleSpace:
     The length of a step is 1, 1/2, 1/4 ..., until the loss rises again. The residuals there show
     how they curve, and the same system is solved for a bend of the step that cancels it, by
     geodesic acceleration [Transtrum & Sethna 2012]; it is taken if it reduces the loss further, at
-    this length or at twice this length.
+    this length or at the next longer one.
 
     Long steps divide the damping by 3, and steps shorter than 1/8 multiply it by 3. If no length
     reduces the loss, the same system is solved with 4 times the damping. If none does so, the
@@ -162,8 +162,8 @@ class SampleSpace:
         lengths: the lengths to try, in descending order.
         momentum: the factor mu in [0, 1) of the last direction, which the new one continues in the
             null space of J, as in SPRING [Goldshlager et al. 2024]; 0 for fixed points.
-        acceleration: whether to bend steps, at the cost of one or two losses and a message of the
-            solution.
+        acceleration: whether to bend steps, at the cost of one or two losses, and of the messages
+            of another solution and direction.
         comm: None for all ranks.
         trace: seconds and bytes of the stages; a new trace if None.
 
@@ -197,6 +197,7 @@ class SampleSpace:
         self._comm = SplitComm.of(comm).trains
         check_positive("damping", damping)
         check_fraction("momentum", momentum)
+        one_of("acceleration", acceleration, (True, False))
         _check_lengths(lengths)
         _check_terms(terms)
         _check_whole(model)
@@ -270,7 +271,12 @@ class SampleSpace:
         self._unchecked = False
         forms = self._comm.allgather([form_of(of_term) for of_term in rows])
         self._check_rows(sum(form.rows for of_rank in forms for form in of_rank))
-        return self._descend(rows, residuals, forms, scales)
+        begin = self._parameters.read()
+        try:
+            return self._descend(rows, residuals, forms, scales)
+        except BaseException:
+            self._parameters.write(begin)
+            raise
 
     def _check_rows(self, rows: int) -> None:
         """Check that a system of so many equations fits into rank 0's memory.
@@ -333,14 +339,14 @@ class SampleSpace:
             if not mu and solution.decrease(1) <= rounding:
                 break
             damping, mu = 4 * solution.damping, 0.0
-        if self._mu:
-            self._last.copy_(path.direction if trial.length else 0 * path.direction)
         if self._acceleration and trial.length:
             bend = self._bend(rows, path, start, trial, solution.factor, counts)
             curved, at = path._replace(bend=bend), self._lengths.index(trial.length)
             further = self._search(curved, self._lengths[max(0, at - 1) : at + 1], trial, scales)
             path, trial = (path if further is trial else curved), further
         self._parameters.write(path.at(trial.length))
+        if self._mu:
+            self._last.copy_(path.direction if trial.length else 0 * path.direction)
         damping = (solution.damping if trial.length else self.damping) * factor_of(trial.length)
         self.damping = min(damping, max(self.damping, MOST_DAMPING * solution.mean))
         self.steps += 1
@@ -421,22 +427,18 @@ class SampleSpace:
     ) -> Trial:
         """Return the best trial of lengths, or `start` if none has a lower loss.
 
-        The parameters are those of some trial; after an error, those at the path's begin.
+        The parameters are those of some trial.
 
         Collective over: comm.
         """
         best = start
-        try:
-            for length in lengths:
-                self._parameters.write(path.at(length))
-                trial = Trial(length, *self._loss(scales))
-                if trial.loss < best.loss:
-                    best = trial
-                elif best is not start:
-                    break
-        except BaseException:
-            self._parameters.write(path.begin)
-            raise
+        for length in lengths:
+            self._parameters.write(path.at(length))
+            trial = Trial(length, *self._loss(scales))
+            if trial.loss < best.loss:
+                best = trial
+            elif best is not start:
+                break
         return best
 
     @torch.enable_grad()  # a residual may take derivatives of its own functions of the points
