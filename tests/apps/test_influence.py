@@ -211,7 +211,7 @@ def test_the_memory_is_planned_and_measured(run, capsys):
     assert influence.main([f"{run}", f"--queries={QUERIES}", "--device=cpu"]) == 0
     number = r"([\d.,]+)"
     line = (
-        f"memory of a rank, MiB: {number} for images and curvature; planned for influence {number} "
+        f"memory of a rank, MiB: {number} in use before; planned for influence {number} "
         rf"\(queries {number}, batch {number}\) and self-influence {number} "
         rf"\(eigenbases {number}, batch {number}\); measured {number}"
     )
