@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from matplotlib import image
 
 import mpikfac
-from mpikfac_apps.lab import finished
+from mpikfac_apps.lab import finished, memory
 from mpikfac_apps.lab.influence import influence, page
 from mpikfac_apps.lab.influence.options import INFLUENCE
 from mpikfac_apps.problems import datasets, models
@@ -211,7 +211,7 @@ def test_the_memory_is_planned_and_measured(run, capsys):
     assert influence.main([f"{run}", f"--queries={QUERIES}", "--device=cpu"]) == 0
     number = r"([\d.,]+)"
     line = (
-        f"memory of a rank, MiB: {number} for images and curvature; planned for influence {number} "
+        f"memory of a rank, MiB: {number} in use before; planned for influence {number} "
         rf"\(queries {number}, batch {number}\) and self-influence {number} "
         rf"\(eigenbases {number}, batch {number}\); measured {number}"
     )
@@ -316,3 +316,13 @@ def test_the_directory_of_the_data_can_be_in_the_home(line, monkeypatch):
     """Oracle: the variable HOME."""
     monkeypatch.setenv("HOME", "/home/someone")
     assert line.read(["RUN", "--data_path=~/data"]).data_path == "/home/someone/data"
+
+
+def test_memory_that_the_system_does_not_tell_is_unknown(tmp_path, monkeypatch, capsys):
+    """Oracle: the line, with a status file of a sandbox."""
+    (tmp_path / "status").write_text("Name: python\n")
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "status")
+    report = memory.MemoryReport(mpikfac.comm.world(), torch.device("cpu"))
+    report.show({"influence": {"batch": 2**20}})
+    out = capsys.readouterr().out
+    assert "unknown in use before" in out and out.endswith("measured unknown\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -109,3 +111,25 @@ KINDS = {
     "attention with keys": (lambda: Attention(kdim=3, vdim=3, batch_first=True), (3, 4)),
     "cell": (Cell, (3, 3)),
 }
+SHARED = ["linear of tokens", "convolution", "groups"]  # KFAC-reduce differs from KFAC-expand
+CASES = [*((kind, "expand") for kind in KINDS), *((kind, "reduce") for kind in SHARED)]
+
+
+def coverage_of(approximation):
+    """Return a coverage of all kinds, with a `kfac_approx`."""
+    return mpikfac.Coverage(
+        covers={**mpikfac.layers.KINDS, **mpikfac.layers.NORMS},
+        rule=lambda layer: replace(layer, kfac_approx=approximation),
+    )
+
+
+class Heads(nn.Module):
+    """Two heads of a layer, of which `eval()` mode calls one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.used, self.other = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        hidden = self.inner(x).tanh()
+        return self.used(hidden) + (self.other(hidden) if self.training else 0)

@@ -82,3 +82,43 @@ def test_the_plan_is_what_is_allocated(curvature, monkeypatch, elements):
     )
     for phase, parts in planned.items():
         assert 0.85 < found[phase] / sum(parts.values()) <= 1, phase
+
+
+class Odd(nn.Module):
+    """A wide layer, a buffer that is not saved, and a state that is no tensor.
+
+    It drops the dimension of a single example.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(300, 400)
+        self.register_buffer("scale", torch.ones(400), persistent=False)
+
+    def get_extra_state(self):
+        return "state"
+
+    def set_extra_state(self, state):
+        pass
+
+    def forward(self, x):
+        return (self.wide(x) * self.scale).squeeze()
+
+
+def test_the_plan_of_a_wide_layer_and_few_examples():
+    """Oracle: all storages that exist at a time, at most the plan; two examples are passed."""
+    model, x = Odd().eval(), torch.randn(4, 300)
+
+    def squares(model, x):
+        return model(x).square().sum(1)
+
+    curvature = Curvature.measured(
+        model, lambda model, x: model(x), [x], fisher_type="mc", eigenvalues="products"
+    )
+    planned = influence_memory(curvature, squares, x[:2], 4, 4)
+    found = {
+        "influence": counted(lambda: influence(curvature, squares, [x], x)),
+        "self-influence": counted(lambda: self_influence(curvature, squares, [x])),
+    }
+    for phase, parts in planned.items():
+        assert found[phase] <= sum(parts.values()), phase

@@ -9,11 +9,17 @@ from torch import nn
 
 import mpikfac
 from mpikfac import layers
-from mpikfac.lab import Curvature, influence, self_influence
+from mpikfac.lab import (
+    Curvature,
+    influence,
+    influence_memory,
+    output_variances,
+    self_influence,
+)
 from mpikfac.lab.curvature.matrices import ParameterMatrices
 from mpikfac.lab.curvature.records import gradients, products, record
 from support import inside
-from support.curved import F64, KINDS, losses, network, trained
+from support.curved import CASES, F64, KINDS, Heads, coverage_of, losses, network, trained
 
 pytestmark = pytest.mark.lab
 
@@ -32,8 +38,8 @@ def squared(model, x):
     return (outputs * torch.linspace(-1, 2, outputs.shape[1], dtype=F64)).sum(1).square()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_records_are_the_gradients_of_examples(kind):
+@pytest.mark.parametrize(("kind", "approximation"), CASES)
+def test_records_are_the_gradients_of_examples(kind, approximation):
     """Oracle: autograd, example by example, and products of its gradients with random vectors."""
     make, shape = KINDS[kind]
     model = nn.Sequential(make()).double()
@@ -42,8 +48,7 @@ def test_records_are_the_gradients_of_examples(kind):
             if tensor.is_floating_point():
                 tensor.uniform_(0.2, 1)
     model.eval()
-    coverage = mpikfac.Coverage(covers={**layers.KINDS, **layers.NORMS})
-    covered, _ = layers.cover(model, coverage)
+    covered, _ = layers.cover(model, coverage_of(approximation))
     x = torch.randn(EXAMPLES, *shape, dtype=F64)
     if isinstance(model[0], nn.Embedding):
         x = torch.randint(5, (EXAMPLES, *shape))
@@ -64,6 +69,53 @@ def test_records_are_the_gradients_of_examples(kind):
         scores = torch.einsum("vkoi,bkoi->vb", v, found[layer.name])
         torch.testing.assert_close(products(v, records[layer.name], EXAMPLES), scores, **EXACT)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("kind", "approximation"), CASES)
+def test_self_influence_is_a_quadratic_form(kind, approximation):
+    """Oracle: `Curvature.quadratic` of autograd's gradients, example by example."""
+    make, shape = KINDS[kind]
+    model = nn.Sequential(make(), nn.Flatten()).double().eval()
+    x = torch.randn(EXAMPLES, *shape, dtype=F64)
+    if isinstance(model[0], nn.Embedding):
+        x = torch.randint(5, (EXAMPLES, *shape))
+    coverage = coverage_of(approximation)
+    curvature = Curvature.measured(model, lambda model, x: model(x), [x], coverage=coverage)
+    found, (names, parameters) = [], zip(*model.named_parameters())
+    for one in x.split(1):
+        g = torch.autograd.grad(squared(model, one).sum(), parameters)
+        found.append(curvature.quadratic(dict(zip(names, g)), 0.3))
+    torch.testing.assert_close(
+        self_influence(curvature, squared, [x], 0.3), torch.stack(found), **EXACT
+    )
+
+
+def test_a_layer_that_is_not_called_has_no_influence():
+    """Oracle: the same model without the layer; variances of its outputs, too."""
+    model, x = Heads().double(), torch.randn(EXAMPLES, 3, dtype=F64)
+    model.train()
+    estimator = mpikfac.Estimator(fisher_type="type-2")
+    kfac = mpikfac.KFAC(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), estimator=estimator, budget=None
+    )
+    y = model(x)
+    kfac.record(y, "cross-entropy")
+    y.sum().backward()
+    kfac.step()
+    curvature = Curvature.of(kfac)
+    model.eval()
+    found = self_influence(curvature, squared, [x], 0.3)
+    variances = output_variances(curvature, lambda model, x: model(x), x, 50, [0.3])
+    planned = influence_memory(curvature, squared, x[:1], EXAMPLES, 1)
+    assert all(planned.values())
+    names, expected = [n for n, _ in model.named_parameters() if "other" not in n], []
+    parameters = [model.get_parameter(name) for name in names]
+    zeros = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    for one in x.split(1):
+        g = torch.autograd.grad(squared(model, one).sum(), parameters)
+        expected.append(curvature.quadratic(zeros | dict(zip(names, g)), 0.3))
+    torch.testing.assert_close(found, torch.stack(expected), **EXACT)
+    assert variances.shape == (1, EXAMPLES, 3) and (variances > 0).all()
 
 
 def test_records_of_a_float32_batch_norm_are_the_gradients_of_examples():

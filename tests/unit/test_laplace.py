@@ -19,7 +19,7 @@ from mpikfac.lab import (
     probit,
     sampled_models,
 )
-from support.curved import F64, KINDS, network, trained
+from support.curved import CASES, F64, KINDS, coverage_of, network, trained
 
 pytestmark = pytest.mark.lab
 
@@ -100,12 +100,12 @@ def test_variances_of_a_linear_model_are_those_of_its_posterior(regression):
         torch.testing.assert_close(variances[:, 0], expected, **EXACT)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_variances_are_quadratic_forms_of_gradients(kind):
+@pytest.mark.parametrize(("kind", "approximation"), CASES)
+def test_variances_are_quadratic_forms_of_gradients(kind, approximation):
     """Oracle: `Curvature.apply` to the gradient of each output of each example, by autograd."""
     make, shape = KINDS[kind]
     model = nn.Sequential(make(), nn.Flatten()).double().eval()
-    coverage = mpikfac.Coverage(covers={**mpikfac.layers.KINDS, **mpikfac.layers.NORMS})
+    coverage = coverage_of(approximation)
     x = torch.randn(3, *shape, dtype=F64)
     if isinstance(model[0], nn.Embedding):
         x = torch.randint(5, (3, *shape))

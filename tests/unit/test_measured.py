@@ -14,7 +14,7 @@ from mpikfac import layers
 from mpikfac.lab import Curvature, output_variances, self_influence
 from mpikfac.lab.curvature.matrices import ParameterMatrices
 from support import inside
-from support.curved import F64, KINDS, network, vectors
+from support.curved import CASES, F64, KINDS, Heads, coverage_of, network, vectors
 
 pytestmark = pytest.mark.lab
 
@@ -59,11 +59,12 @@ def jacobians(model, x):
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_squares_are_those_of_gradients_for_all_labels(kind):
+@pytest.mark.parametrize(("kind", "approximation"), CASES)
+def test_squares_are_those_of_gradients_for_all_labels(kind, approximation):
     """Oracle: autograd for each output of each example; labels weighted by their probability."""
     model, x = model_of(kind)
-    curvature = Curvature.measured(model, outputs, x.split(3), coverage=COVERAGE)
+    coverage = coverage_of(approximation)
+    curvature = Curvature.measured(model, outputs, x.split(3), coverage=coverage)
     p, found = model(x).detach().softmax(1), jacobians(model, x)
     gradients = {
         name: j - torch.einsum("nc,nc...->n...", p, j)[:, None] for name, j in found.items()
@@ -79,8 +80,8 @@ def test_squares_are_those_of_gradients_for_all_labels(kind):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_slices_of_examples_change_nothing(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "approximation"), CASES)
+def test_slices_of_examples_change_nothing(kind, approximation, monkeypatch):
     """Oracle: all examples at once; with `ELEMENTS` of 1, each example is a slice of its own."""
     model, x = model_of(kind)
 
@@ -88,7 +89,8 @@ def test_slices_of_examples_change_nothing(kind, monkeypatch):
         return model(x).square().sum(1)
 
     def found():
-        curvature = Curvature.measured(model, outputs, x.split(3), coverage=COVERAGE)
+        coverage = coverage_of(approximation)
+        curvature = Curvature.measured(model, outputs, x.split(3), coverage=coverage)
         values = {name: basis.values for name, basis in curvature.bases.items()}
         variances = output_variances(curvature, outputs, x, EXAMPLES, [0.1, 2.0])
         return values, variances, self_influence(curvature, losses, [x])
@@ -123,6 +125,21 @@ def test_factors_are_those_of_a_trainer(kind, loss):
     other = expected.apply(v, lambda values: values)
     for name, tensor in found.apply(v, lambda values: values).items():
         torch.testing.assert_close(tensor, other[name], **EXACT)
+
+
+def test_a_batch_need_not_call_each_layer():
+    """Oracle: by hand, zeros in the sums of a layer that one batch of two does not call."""
+    model, x = Heads().double().eval(), torch.randn(4, 3, dtype=F64)
+
+    def some(model, batch):
+        hidden = model.inner(batch[0]).tanh()
+        return (model.other if batch[1] else model.used)(hidden)
+
+    both = Curvature.measured(model, some, [(x, False), (x, True)])
+    one = Curvature.measured(
+        model, some, [(x, True)], coverage=mpikfac.Coverage(skip=["used"]), skip=["used"]
+    )
+    torch.testing.assert_close(both.eigenvalues("other"), one.eigenvalues("other") / 2, **EXACT)
 
 
 def test_one_linear_layer_has_its_exact_fisher_matrix():

@@ -13,6 +13,7 @@ import mpikfac
 from mpikfac_apps.text import brief_mib, listed
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+FEW = 2  # images from which memory is planned; some networks drop the dimension of one
 PEAK = "5"  # this text makes the present resident set the largest one
 
 
@@ -39,25 +40,35 @@ class MemoryReport:
         Args:
             planned: bytes by phase and part.
         """
-        grown = self._bytes("VmHWM") - self._before
+        before, peak = self._before, self._bytes("VmHWM")
+        grown = None if before is None or peak is None else peak - before
         phases = [
             f"{phase} {brief_mib(sum(parts.values()))} "
             f"({', '.join(f'{part} {brief_mib(size)}' for part, size in parts.items())})"
             for phase, parts in planned.items()
         ]
         line = (
-            f"memory of a rank, MiB: {brief_mib(self._before)} for images and curvature; planned "
-            f"for {listed(phases)}; measured {brief_mib(grown)}"
+            f"memory of a rank, MiB: {_text(before)} in use before; planned "
+            f"for {listed(phases)}; measured {_text(grown)}"
         )
-        of_ranks = self._comm.allgather((grown, line))
+        of_ranks = self._comm.allgather((grown or 0, line))
         if self._comm.rank == 0:
             print(max(of_ranks)[1], flush=True)
 
-    def _bytes(self, kind: str) -> int:
-        """Return the bytes in use, for "VmRSS", or the largest number so far, for "VmHWM"."""
+    def _bytes(self, kind: str) -> int | None:
+        """Return the bytes in use, for "VmRSS", or the largest number so far, for "VmHWM".
+
+        Some sandboxes do not tell them; the result is then None.
+        """
         if self._device.type == "cpu":
-            (kilobytes,) = re.findall(rf"{kind}:\s*(\d+) kB", STATUS.read_text())
-            return 1024 * int(kilobytes)
+            with suppress(OSError):
+                if found := re.search(rf"{kind}:\s*(\d+) kB", STATUS.read_text()):
+                    return 1024 * int(found[1])
+            return None
         peak = kind == "VmHWM"
         accelerator = torch.accelerator
         return accelerator.max_memory_allocated() if peak else accelerator.memory_allocated()
+
+
+def _text(size: int | None) -> str:
+    return "unknown" if size is None else brief_mib(size)

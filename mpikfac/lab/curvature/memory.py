@@ -1,11 +1,12 @@
 """Plan the memory that influence functions and Laplace approximations take on a rank.
 
 Sizes of eigenbases and of vectors follow from the shapes of layers. Those of a pass depend on the
-network, and are taken from a pass over a single example. The memory of messages is left out.
+network, and are taken from a pass over a few examples. The memory of messages is left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,7 @@ ROTATED = 4
 
 
 def influence_memory(
-    curvature: Curvature, losses: Losses, example: Any, examples: int, queries: int
+    curvature: Curvature, losses: Losses, few: Any, examples: int, queries: int
 ) -> dict[str, Parts]:
     """Return the bytes that a rank needs for `influence` and for `self_influence`, by part.
 
@@ -44,36 +45,36 @@ def influence_memory(
 
     Args:
         losses: see `influence`.
-        example: a batch of one of the rank's training examples, or an empty one.
+        few: a batch of a few of the rank's training examples, or an empty one.
         examples: the largest number of training examples in a batch.
         queries: the number of the rank's queries.
 
     Raises:
         ValueError: see `influence`.
     """
+    owners, largest, bases = curvature.owners, max(examples, queries), _bases(curvature)
+    everyone = sum(owners.integers(queries))  # messages come before the pass, which can fail
     with _saved(curvature.model) as saved:
-        records = record(curvature.model, list(curvature.layers.values()), losses, example)
+        records = record(curvature.model, list(curvature.layers.values()), losses, few)
     graph, kept = _of_pass(saved, records)
-    owners, largest = curvature.owners, max(examples, queries)
-    everyone = sum(owners.integers(queries))
     vectors = 2 * queries + everyone  # gradients and solutions, then the solutions of all ranks
     layers = [calls for calls in records.values() if calls]
     products = max((_of_layer(calls, largest, everyone) for calls in layers), default=0)
-    rotated = max((_of_layer(calls, examples) for calls in layers), default=0)
+    rotated = max((_of_layer(c, examples) + 2 * _gradient(c) for c in layers), default=0)
     return {
         "influence": {
             "queries": ITEMSIZE * sum(owners.sizes) * vectors,
             "batch": max(graph * largest, kept * largest + ITEMSIZE * products),
         },
         "self-influence": {
-            "eigenbases": _bases(curvature),
+            "eigenbases": bases,
             "batch": max(graph * examples, kept * examples + ITEMSIZE * rotated),
         },
     }
 
 
 def variances_memory(
-    curvature: Curvature, outputs: Outputs, example: Any, examples: int, priors: int
+    curvature: Curvature, outputs: Outputs, few: Any, examples: int, priors: int
 ) -> Parts:
     """Return the bytes that a rank needs for `output_variances`, by part.
 
@@ -84,16 +85,16 @@ def variances_memory(
     Args:
         curvature: with the layers divided over the ranks, before `replicate`.
         outputs: see `output_variances`.
-        example: a batch of one of the rank's examples, or an empty one.
+        few: a batch of a few of the rank's examples, or an empty one.
         examples: the largest number of examples in a batch.
         priors: the number of priors.
 
     Raises:
         ValueError: see `output_variances`.
     """
-    layers = list(curvature.layers.values())
+    layers, bases = list(curvature.layers.values()), _bases(curvature)
     with _saved(curvature.model) as saved:
-        passes = record_columns(curvature.model, layers, outputs, example, lambda y: iter([y]))
+        passes = record_columns(curvature.model, layers, outputs, few, lambda y: iter([y]))
         _, records = next(passes)
     graph, _ = _of_pass(saved, records)
     rotated = sum(rotated_elements(call, examples) for c in records.values() for call in c)
@@ -105,7 +106,7 @@ def variances_memory(
 
     layer = max((of_layer(name, calls) for name, calls in records.items() if calls), default=0)
     return {
-        "eigenbases": _bases(curvature),
+        "eigenbases": bases,
         "batch": graph * examples + ITEMSIZE * rotated,
         "layer": ITEMSIZE * layer,
     }
@@ -121,7 +122,15 @@ def _of_pass(saved: dict[int, int], records: Records) -> tuple[int, int]:
     """Return bytes per example: before and during a backward pass, and after it."""
     calls = [call for of_layer in records.values() for call in of_layer]
     kept = {_storage(tensor): tensor.nbytes for call in calls for tensor in (call.x, call.g)}
-    return sum({**saved, **kept}.values()), sum(kept.values())
+    examples = max((len(call.g) for call in calls), default=1)
+    before, after = sum({**saved, **kept}.values()), sum(kept.values())
+    return math.ceil(before / examples), math.ceil(after / examples)
+
+
+def _gradient(calls: Sequence[RecordedCall]) -> int:
+    """Return the elements of a gradient of the layer that is called."""
+    shape = calls[0].layer.shape
+    return shape.groups * shape.outputs * shape.inputs
 
 
 def _of_layer(calls: Sequence[RecordedCall], examples: int, queries: int | None = None) -> int:
@@ -131,11 +140,14 @@ def _of_layer(calls: Sequence[RecordedCall], examples: int, queries: int | None 
         queries: those whose products with the gradients are computed; None if gradients are
             rotated.
     """
-    shape = calls[0].layer.shape
-    gradient = shape.groups * shape.outputs * shape.inputs
-    inputs, vectors = (max(sizes) for sizes in zip(*((c.x.numel(), c.elements) for c in calls)))
-    if single_products(calls):  # gradients are not computed
-        return examples * (inputs + 2 * vectors) + (queries or 0) * gradient
+    shape, gradient = calls[0].layer.shape, _gradient(calls)
+    inputs = max(call.x.numel() // len(call.g) for call in calls)
+    vectors = max(call.elements // len(call.g) for call in calls)
+    if queries is not None and all(call.positions == len(call.g) for call in calls):
+        mapped = 2 * shape.groups * shape.outputs * examples  # matrices times inputs, and a copy
+        return examples * (inputs + 2 * vectors) + queries * max(gradient, mapped)
+    if queries is None and single_products(calls):  # gradients are not computed
+        return examples * (inputs + 2 * vectors)
     at_a_time = min(examples, max(1, ELEMENTS // max(vectors, gradient)))
     if queries is not None:
         return at_a_time * (inputs + 2 * vectors + gradient)
@@ -144,17 +156,24 @@ def _of_layer(calls: Sequence[RecordedCall], examples: int, queries: int | None 
 
 @contextmanager
 def _saved(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Collect the bytes, by storage, of tensors that autograd keeps, without those of the model."""
-    constant = {_storage(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    """Collect the bytes, by storage, of tensors that autograd keeps, without those of the model.
+
+    Sparse tensors are left out.
+    """
+    constant = {_storage(t) for t in (*model.parameters(), *model.buffers()) if _has_storage(t)}
     found: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if (storage := _storage(tensor)) not in constant:
+        if _has_storage(tensor) and (storage := _storage(tensor)) not in constant:
             found[storage] = max(found.get(storage, 0), tensor.nbytes)
         return tensor.detach()  # the tensor itself can be an output, which would keep itself
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield found
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 def _storage(tensor: Tensor) -> int:

@@ -52,10 +52,17 @@ class RecordedCall(NamedTuple):
         return slice(None) if group is None else slice(group, group + 1)
 
     @property
+    def positions(self) -> int:
+        """The number of positions of all examples, whatever the layer's `kfac_approx`."""
+        if "A" in self.layer.quadratic:  # normalisation layers, whose vectors are sums over them
+            return len(self.g)
+        return self.g.numel() // (self.layer.shape.groups * self.layer.shape.outputs)
+
+    @property
     def elements(self) -> int:
         """The number of elements of the layer's vectors, if the call is of all its groups."""
         shape = self.layer.shape
-        return self.layer.positions(self.g) * shape.groups * (shape.outputs + shape.inputs)
+        return self.positions * shape.groups * (shape.outputs + shape.inputs)
 
     def vectors(self) -> tuple[slice, Tensor, Tensor]:
         """Return groups of the layer, and their vectors in float64.
@@ -206,7 +213,7 @@ def products(matrices: Tensor, calls: Sequence[RecordedCall], examples: int) -> 
     """
     total = matrices.new_zeros(len(matrices), examples)
     for call in calls:
-        if call.layer.positions(call.g) == examples:
+        if call.positions == examples:
             groups, a, g = call.vectors()
             mapped = torch.einsum("vkoi,kbsi->vkbso", matrices[:, groups], a)
             total += torch.einsum("vkbso,kbso->vb", mapped, g)
@@ -220,9 +227,14 @@ def products(matrices: Tensor, calls: Sequence[RecordedCall], examples: int) -> 
 def parts(
     layer: Layer, calls: Sequence[RecordedCall], examples: int
 ) -> Iterator[tuple[slice, list[RecordedCall]]]:
-    """Yield slices of the examples, of at most `ELEMENTS` elements of gradients or vectors each."""
+    """Yield slices of the examples, of at most `ELEMENTS` elements of gradients or vectors each.
+
+    There are none without calls.
+    """
+    if not calls:
+        return
     shape = layer.shape
-    vectors = max((call.elements for call in calls), default=0) // max(1, examples)
+    vectors = max(call.elements for call in calls) // max(1, examples)
     each = max(shape.groups * shape.outputs * shape.inputs, vectors)
     count = max(1, ELEMENTS // each)
     for first in range(0, examples, count):
@@ -251,7 +263,7 @@ def rotated_inputs(basis: Eigenbasis, calls: Sequence[RecordedCall]) -> list[Ten
 
 def rotated_elements(call: RecordedCall, examples: int) -> int:
     """Return the elements of the rotated inputs of such a call with other examples; 0 for None."""
-    shape, positions = call.layer.shape, call.layer.positions(call.g) // max(1, len(call.g))
+    shape, positions = call.layer.shape, call.positions // max(1, len(call.g))
     elements = examples * positions * shape.groups * shape.inputs
     many = elements > ELEMENTS or positions > shape.inputs or "A" in call.layer.quadratic
     return 0 if many else elements
@@ -297,12 +309,12 @@ def weighted_squares(
     if (pair := _rotated_pair(basis, calls, inputs)) is not None:
         g, a = (side.square() for side in pair)
         return ((g @ weights) * a).sum((1, 3))
-    found = [weights.new_empty(len(weights), 0)]
+    found = weights.new_zeros(len(weights), examples)
     for part, some in parts(layer, calls, examples):
         rows = _rotated(basis, some, _part_of(inputs, part)).square_()
-        found.append(weights.flatten(1) @ rows.flatten(1).T)
+        found[:, part] = weights.flatten(1) @ rows.flatten(1).T
         del rows  # before the next part takes as much
-    return torch.cat(found, 1)
+    return found
 
 
 def _rotated(
@@ -333,7 +345,7 @@ def single_products(calls: Sequence[RecordedCall]) -> bool:
     """Return whether an example's gradient in a layer is a single product `g a^T`."""
     if len(calls) != 1 or calls[0].layer.group is not None:
         return False
-    return calls[0].layer.positions(calls[0].g) == len(calls[0].g)
+    return calls[0].positions == len(calls[0].g)
 
 
 def _rotated_pair(

@@ -29,7 +29,7 @@ from mpikfac_apps.lab.finished import (
 )
 from mpikfac_apps.lab.influence.options import INFLUENCE, InfluenceOptions
 from mpikfac_apps.lab.influence.page import page
-from mpikfac_apps.lab.memory import MemoryReport
+from mpikfac_apps.lab.memory import FEW, MemoryReport
 from mpikfac_apps.options.strategy import coverage
 from mpikfac_apps.place import share_cores
 from mpikfac_apps.text import listed, show, table
@@ -146,10 +146,11 @@ def scored(
     queries = queries_of(problem, options.queries)
     damping = mpikfac.Damping(relative=options.damping)
     losses, plain = (each_loss(problem, loss) for loss in (problem.loss, problem.task.loss))
-    example, size = [tensor[:1] for tensor in own], min(PASS, len(own[0]))
+    few, size = [tensor[:FEW] for tensor in own], min(PASS, len(own[0]))
     memory = MemoryReport(comm, problem.device)
-    planned = mpikfac.lab.influence_memory(curvature, losses, example, size, len(queries[0]))
     progress()
+    with mpikfac.comm.together(comm, f"influence {path}"):
+        planned = mpikfac.lab.influence_memory(curvature, losses, few, size, len(queries[0]))
 
     def batches(doing: str) -> Iterator[tuple[Tensor, Tensor]]:
         for number, batch in enumerate(parts(*own, PASS)):

@@ -37,7 +37,7 @@ from mpikfac_apps.lab.laplace.posterior import (
     Prior,
     outputs_of,
 )
-from mpikfac_apps.lab.memory import MemoryReport
+from mpikfac_apps.lab.memory import FEW, MemoryReport
 from mpikfac_apps.options.strategy import coverage
 from mpikfac_apps.place import share_cores
 from mpikfac_apps.problems import datasets
@@ -81,11 +81,11 @@ def laplace(comm: mpikfac.comm.Comm, options: LaplaceOptions, watchdog: Watchdog
     progress()
     curvature, notes = curvature_of(finished, options, progress)
     memory = MemoryReport(comm, problem.device)
-    outputs, size = outputs_of(problem, progress), min(PASS, len(images))
+    outputs, size = outputs_of(problem, progress), min(PASS, len(images) + len(foreign))
     priors = len(GRID) if options.prior == "heldout" else 1
-    planned = mpikfac.lab.variances_memory(
-        curvature, outputs, (images[:1], labels[:1]), size, priors
-    )
+    few = images[:FEW], labels[:FEW]
+    with mpikfac.comm.together(comm, f"laplace {finished.path}"):
+        planned = mpikfac.lab.variances_memory(curvature, outputs, few, size, priors)
     total, everywhere = len(examples(problem)[0]), curvature.replicate()
     task = Posterior(problem, curvature, everywhere, total, images, labels, heldout, progress)
     prior = task.prior(options.prior)
