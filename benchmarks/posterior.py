@@ -41,28 +41,38 @@ def data() -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-def train(images: Tensor, labels: Tensor, seed: int) -> mpikfac.KFAC:
-    """Return a trainer after all steps, with factors of the exact Fisher matrix."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10))
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10))
+
+
+def train(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    fisher_type: str = "type-2",
+    size: int = BATCH,
+    epochs: int = EPOCHS,
+) -> mpikfac.KFAC:
+    """Return a trainer after all steps, with factors of the Fisher matrix."""
     kfac = mpikfac.KFAC(
         model,
         torch.optim.SGD(model.parameters(), lr=RATE),
         preconditioner="eigen",
         damping=DAMPING,
         grafting=mpikfac.NoGrafting(),
-        estimator=mpikfac.Estimator(fisher_type="type-2", subsample=1),
+        estimator=mpikfac.Estimator(fisher_type=fisher_type, subsample=1),
         factor_update_steps=1,
         inv_update_steps=10,
         budget=None,
     )
-    steps = EPOCHS * (IMAGES // BATCH)
-    order = torch.cat([torch.randperm(IMAGES) for _ in range(EPOCHS)])
-    for step, batch in enumerate(order.split(BATCH)):
+    steps = epochs * (len(images) // size)
+    order = torch.cat([torch.randperm(len(images)) for _ in range(epochs)])
+    for step, batch in enumerate(order.split(size)[:steps]):
         kfac.optimizer.param_groups[0]["lr"] = RATE * (1 - step / steps)
         kfac.optimizer.zero_grad()
         outputs = model(images[batch])
-        kfac.record(outputs)
+        if fisher_type != "empirical":
+            kfac.record(outputs)
         F.cross_entropy(outputs, labels[batch]).backward()
         kfac.step()
     return kfac
@@ -190,7 +200,8 @@ def main() -> None:
     rest = images[IMAGES + HELDOUT :]
     test = rest, labels[IMAGES + HELDOUT :], rest[:, order]
     for seed in range(options.seeds):
-        kfac = train(images[:IMAGES], labels[:IMAGES], seed)
+        torch.manual_seed(seed)
+        kfac = train(network(), images[:IMAGES], labels[:IMAGES])
         model = kfac.model.eval()
         print(f"seed {seed}")
         line("weights of the run (MAP)", lambda x, m=model: m(x).softmax(1).detach(), test)

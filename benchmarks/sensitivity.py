@@ -1,6 +1,6 @@
 """Rank layers by the loss that quantising or pruning their weights costs, from the curvature.
 
-OMP_NUM_THREADS=1 PYTHONPATH=apps python benchmarks/sensitivity.py
+    OMP_NUM_THREADS=1 PYTHONPATH=apps python benchmarks/sensitivity.py
 
 Two networks of six layers learn digits by K-FAC. The weight of one layer at a time is changed by v,
 and `v^T C v / 2` is compared with the change of the training loss, by their rank correlation.
@@ -16,13 +16,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from posterior import train
 from torch import Tensor, nn
 
-import mpikfac
 from mpikfac.lab import Curvature
 from mpikfac_apps.problems import datasets
 
-BATCH, EPOCHS, RATE, DAMPING = 48, 6, 0.02, 0.03
+BATCH, EPOCHS = 48, 6
 
 
 def perceptron() -> nn.Module:
@@ -53,32 +53,6 @@ CHANGES = {
     **{f"{bits} bits": partial(quantised, bits) for bits in (8, 4, 3)},
     **{f"{share:.0%} pruned": partial(pruned, share) for share in (0.2, 0.5, 0.8)},
 }
-
-
-def train(model: nn.Module, images: Tensor, labels: Tensor, fisher_type: str) -> mpikfac.KFAC:
-    """Return a trainer after all steps."""
-    kfac = mpikfac.KFAC(
-        model,
-        torch.optim.SGD(model.parameters(), lr=RATE),
-        preconditioner="eigen",
-        damping=DAMPING,
-        grafting=mpikfac.NoGrafting(),
-        estimator=mpikfac.Estimator(fisher_type=fisher_type, subsample=1),
-        factor_update_steps=1,
-        inv_update_steps=10,
-        budget=None,
-    )
-    steps = EPOCHS * (len(images) // BATCH)
-    order = torch.cat([torch.randperm(len(images)) for _ in range(EPOCHS)])
-    for step, batch in enumerate(order.split(BATCH)[:steps]):
-        kfac.optimizer.param_groups[0]["lr"] = RATE * (1 - step / steps)
-        kfac.optimizer.zero_grad()
-        outputs = model(images[batch])
-        if fisher_type != "empirical":
-            kfac.record(outputs)
-        F.cross_entropy(outputs, labels[batch]).backward()
-        kfac.step()
-    return kfac
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
@@ -118,7 +92,7 @@ def main() -> None:
         for fisher_type in ("empirical", "type-2"):
             for seed in range(options.seeds):
                 torch.manual_seed(seed)
-                kfac = train(make(), images, labels, fisher_type)
+                kfac = train(make(), images, labels, fisher_type, BATCH, EPOCHS)
                 model = kfac.model.eval().double()
                 found = changes_of_loss(model, Curvature.of(kfac), images.double(), labels)
                 row = table[f"{make.__name__}, {fisher_type}"]

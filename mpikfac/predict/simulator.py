@@ -109,7 +109,8 @@ def representatives(plan: Plan) -> list[int]:
     """Return a few ranks that determine a step's time, and the last rank, which might own nothing.
 
     They are the ranks with the longest decompositions, the most elements in their own factors, the
-    most elements in the factors of their column, and the most work to precondition.
+    most elements in the factors of their column, and the most work to precondition. With shards,
+    rank 0 is one of them, which has the most rows.
     """
     owners = sorted(set(plan.owners.values())) or [0]
     squares = {rank: sum(f.work(2) for f in plan.of(rank).owned) for rank in owners}
@@ -129,6 +130,7 @@ def representatives(plan: Plan) -> list[int]:
             max(owners, key=lambda rank: columns.get(plan.grid.position(rank)[1], 0)),
             max(owners, key=products),
             plan.ranks - 1,
+            *([0] if plan.sharding else []),
         }
     )
 

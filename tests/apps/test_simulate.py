@@ -169,7 +169,7 @@ def test_shards_are_predicted_for_strategies_with_owners(capsys, tmp_path):
     shards = ["--fully_shard", "--replicas", "4"]
     assert simulate.main([*ASK, *asked, *shards]) == 0
     text = capsys.readouterr().out
-    assert "Not counted: the messages of fully_shard itself" in text
+    assert "fully_shard without its own messages" in text
     assert "comm-opt is left out: fully_shard=True needs assignment.shard_optimizer=True" in text
     stages = json.loads(file.read_text())[0]["mean"]["stages"]
     assert stages["gather gradients"] > 0 < stages["scatter directions"]

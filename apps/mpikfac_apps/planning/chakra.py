@@ -133,9 +133,10 @@ def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[
             f"sync.aggregation=mean and sync.factor_aggregation=mean"
         )
     if message.primitive not in COLLECTIVES:
+        others = f"a strategy with {', '.join(COLLECTIVES)} only"
         raise ValueError(
             f"export: {message.primitive} of {message.stage!r} has no counterpart in Chakra; "
-            f"use a strategy with {', '.join(COLLECTIVES)} only"
+            f"use {'fully_shard=false' if plan.sharding else others}"
         )
     gathers = message.primitive == "Allgatherv"
     size = message.size // len(team) if gathers else message.size

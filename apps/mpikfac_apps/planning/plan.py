@@ -148,7 +148,8 @@ def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
     choices = textwrap.wrap(differences(strategy), WIDTH, break_on_hyphens=False)
     ranks, last = number(plan.ranks, "rank"), f"plan {plan.digest()}"
     if not plan.layers:
-        return [f"{model} on {ranks}, float32; no layer is covered by K-FAC", *choices, last]
+        none = f"{model} on {ranks}, float32; no layer is covered by K-FAC"
+        return [none, *shards(plan), *choices, last]
     kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
     spared = strategy.refresh.servers
     verb = "decomposes" if spared == 1 else "decompose"

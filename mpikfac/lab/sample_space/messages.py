@@ -124,7 +124,7 @@ def planned_messages(
         losses: the number of losses that are summed over ranks: one before the step, and one for
             each trial.
         momentum: whether the step has momentum.
-        acceleration: whether a bend is computed, as in steps with a positive length.
+        acceleration: whether the acceleration is computed, as in steps with a positive length.
     """
     ranks = len(forms)
     if ranks == 1:
@@ -143,7 +143,7 @@ def planned_messages(
         message(REDUCE_GRADIENTS, "Reduce_scatter", over, parts, ranks, ITEMSIZE, rank),
         message(REDUCE_GRADIENTS, "Allgather", over, [(0, shard)], ranks, ITEMSIZE, rank),
     ]
-    bend = [
+    accelerated = [
         *passing(SCATTER_SOLUTION, vector_to(counts)),
         *passing(SCATTER_SOLUTION, vector_from(counts)),
         *summed,
@@ -153,7 +153,7 @@ def planned_messages(
         *chain.from_iterable(passing(EXCHANGE_RECORDS, hop) for hop in ring(elements)),
         *passing(GATHER_PRODUCTS, products_to(counts, 1 + momentum)),
         *(solved + summed) * tries,
-        *bend * acceleration,
+        *accelerated * acceleration,
         *[loss] * losses,
     ]
 
@@ -291,7 +291,8 @@ class Ring:
         if self._group is not None:
             vector = self._pass(vector, vector_to(counts), SCATTER_SOLUTION)
         if factor is not None:
-            vector = torch.cholesky_solve(vector[:, None], factor)[:, 0]
+            with self._trace.stage("decompose"):
+                vector = torch.cholesky_solve(vector[:, None], factor)[:, 0]
         if self._group is None:
             return vector
         return self._pass(vector, vector_from(counts), SCATTER_SOLUTION)

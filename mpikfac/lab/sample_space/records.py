@@ -75,16 +75,16 @@ class TapedCall:
     """A call of a layer: the inputs, and gradients at the outputs, by column of the residuals.
 
     Attributes:
-        seconds: how many of the last streams are second derivatives of a jet.
+        second_derivatives: how many of the last streams are second derivatives of a jet.
     """
 
     a: Tensor
-    seconds: int
+    second_derivatives: int
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def streams(self, column: int) -> tuple[Tensor, Tensor]:
         """Return the inputs and the gradients of a column, in few streams."""
-        return _collapsed(self.a, self.gradients[column], self.seconds)
+        return _collapsed(self.a, self.gradients[column], self.second_derivatives)
 
 
 class Tape:
@@ -185,16 +185,16 @@ class Tape:
             yield Block(a.to(F64), g.to(F64))
 
 
-def _collapsed(a: Tensor, g: Tensor, seconds: int) -> tuple[Tensor, Tensor]:
-    """Return streams whose last `seconds` ones are one, if this is possible.
+def _collapsed(a: Tensor, g: Tensor, second_derivatives: int) -> tuple[Tensor, Tensor]:
+    """Return streams whose last `second_derivatives` ones are one, if this is possible.
 
     `c g a^T + d g b^T` is `g (c a + d b)^T`: at a point, the gradients by second derivatives along
     several directions are multiples of each other unless outputs of the network are mixed, because
     each layer and function treats all of them in the same way [Dangel et al. 2025].
     """
-    if seconds < 2:
+    if second_derivatives < 2:
         return a, g
-    first = g.shape[1] - seconds
+    first = g.shape[1] - second_derivatives
     second = g[:, first:]
     largest = second.square().sum(2).argmax(1)
     common = second[torch.arange(len(g), device=g.device), largest, :, None]  # [points, outputs, 1]

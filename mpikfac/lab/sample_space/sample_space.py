@@ -74,17 +74,19 @@ class Trial(NamedTuple):
     residuals: Tensor
 
 
-class Path(NamedTuple):
-    """The parameters by the length of a step: a line, or a parabola."""
+class Trajectory(NamedTuple):
+    """The parameters as a function of a step's length: a line, or a parabola."""
 
     begin: Tensor
     direction: Tensor
-    bend: Tensor | None = None
+    acceleration: Tensor | None = None
 
     def at(self, length: float) -> Tensor:
         """Return the parameters at a length."""
         line = self.begin - length * self.direction
-        return line if self.bend is None else line.sub_(self.bend, alpha=length**2 / 2)
+        if self.acceleration is None:
+            return line
+        return line.sub_(self.acceleration, alpha=length**2 / 2)
 
 
 class Solution(NamedTuple):
@@ -273,7 +275,7 @@ class SampleSpace:
         self._check_rows(sum(form.rows for of_rank in forms for form in of_rank))
         begin = self._parameters.read()
         try:
-            return self._descend(rows, residuals, forms, scales)
+            return self._descend(begin, rows, residuals, forms, scales)
         except BaseException:
             self._parameters.write(begin)
             raise
@@ -316,7 +318,12 @@ class SampleSpace:
         return [rows for rows, _ in found], torch.cat([residuals for _, residuals in found])
 
     def _descend(
-        self, rows: Sequence[Rows], residuals: Tensor, forms: Sequence[Forms], scales: list[float]
+        self,
+        begin: Tensor,
+        rows: Sequence[Rows],
+        residuals: Tensor,
+        forms: Sequence[Forms],
+        scales: Sequence[float],
     ) -> Report:
         """Solve for directions until a length of one reduces the loss, and take the step.
 
@@ -328,25 +335,24 @@ class SampleSpace:
         counts = [sum(form.rows for form in of_rank) for of_rank in forms]
         vectors = [residuals, *([self._along(rows, self._last)] if mu else [])]
         gathered = self._ring.gather(self._ring.products(rows, forms), vectors, counts)
-        begin = self._parameters.read()
         while True:
             tries += 1
             solution = self._solve(gathered, counts, damping, mu)
-            path = Path(begin, self._direction_of(rows, solution.coefficients, mu))
-            trial = self._search(path, self._lengths, start, scales)
+            curve = Trajectory(begin, self._direction_of(rows, solution.coefficients, mu))
+            trial = self._search(curve, self._lengths, start, scales)
             if trial.length or tries == MOST_TRIES:
                 break
             if not mu and solution.decrease(1) <= rounding:
                 break
             damping, mu = 4 * solution.damping, 0.0
         if self._acceleration and trial.length:
-            bend = self._bend(rows, path, start, trial, solution.factor, counts)
-            curved, at = path._replace(bend=bend), self._lengths.index(trial.length)
-            further = self._search(curved, self._lengths[max(0, at - 1) : at + 1], trial, scales)
-            path, trial = (path if further is trial else curved), further
-        self._parameters.write(path.at(trial.length))
+            found = self._acceleration_of(rows, curve, start, trial, solution.factor, counts)
+            bent, at = curve._replace(acceleration=found), self._lengths.index(trial.length)
+            further = self._search(bent, self._lengths[max(0, at - 1) : at + 1], trial, scales)
+            curve, trial = (curve if further is trial else bent), further
+        self._parameters.write(curve.at(trial.length))
         if self._mu:
-            self._last.copy_(path.direction if trial.length else 0 * path.direction)
+            self._last.copy_(curve.direction if trial.length else 0 * curve.direction)
         damping = (solution.damping if trial.length else self.damping) * factor_of(trial.length)
         self.damping = min(damping, max(self.damping, MOST_DAMPING * solution.mean))
         self.steps += 1
@@ -401,29 +407,29 @@ class SampleSpace:
         total = self._ring.sum(total)
         return total.add_(self._last, alpha=mu) if mu else total
 
-    def _bend(
+    def _acceleration_of(
         self,
         rows: Sequence[Rows],
-        path: Path,
+        line: Trajectory,
         start: Trial,
         trial: Trial,
         factor: Tensor | None,
         counts: Sequence[int],
     ) -> Tensor:
-        """Return the bend of a path that cancels the curvature of residuals up to a trial length.
+        """Return the acceleration that cancels the curvature of residuals up to a trial length.
 
-        Their second derivative along the direction follows from their distance to the linear
+        The second derivative of residuals along the line follows from their distance to the linear
         prediction, without a pass.
 
         Collective over: comm.
         """
-        linear = start.residuals - trial.length * self._along(rows, path.direction)
+        linear = start.residuals - trial.length * self._along(rows, line.direction)
         second = 2 / trial.length**2 * (trial.residuals - linear)
         coefficients = self._ring.solve_again(second, factor, counts)
         return self._direction_of(rows, coefficients, 0.0)
 
     def _search(
-        self, path: Path, lengths: Sequence[float], start: Trial, scales: Sequence[float]
+        self, curve: Trajectory, lengths: Sequence[float], start: Trial, scales: Sequence[float]
     ) -> Trial:
         """Return the best trial of lengths, or `start` if none has a lower loss.
 
@@ -433,7 +439,7 @@ class SampleSpace:
         """
         best = start
         for length in lengths:
-            self._parameters.write(path.at(length))
+            self._parameters.write(curve.at(length))
             trial = Trial(length, *self._loss(scales))
             if trial.loss < best.loss:
                 best = trial

@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from matplotlib import image
 from torch import Tensor
 
 from mpikfac_apps.lab.pages import rendered
@@ -56,10 +56,14 @@ def page(found: Influence, images: Tensor, head: str, top: int) -> str:
     """
     white = max(1, int(images.max()))
 
+    @cache
+    def drawn(number: int) -> str:
+        return png(images[number], white)
+
     def largest(scores: Tensor, of: Tensor, count: int) -> Iterator[Shown]:
         for number in of.topk(min(count, len(of))).indices.tolist():
             label = int(found.labels[number])
-            yield Shown(number, label, f"{scores[number]:.2e}", png(images[number], white))
+            yield Shown(number, label, f"{scores[number]:.2e}", drawn(number))
 
     queries = [
         Query(
@@ -82,6 +86,8 @@ def png(pixels: Tensor, white: int) -> str:
     if pixels.dim() != 3 or pixels.shape[0] not in (1, 3):
         return ""
     levels = (pixels.cpu().float() * (255 / white)).clamp(max=255).round().byte()
+    from matplotlib import image  # only where a page is written
+
     file = io.BytesIO()
     image.imsave(file, levels.expand(3, -1, -1).permute(1, 2, 0).numpy(), format="png")
     return base64.b64encode(file.getvalue()).decode()

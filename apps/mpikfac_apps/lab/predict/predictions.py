@@ -211,6 +211,8 @@ def machine_in_words(machine: mpikfac.predict.Machine) -> list[str]:
 def job_in_words(options: PredictionOptions) -> str:
     """Return the model, batch, preconditioner and intervals of the runs to predict."""
     words = f"{options.model}, {options.batch_per_rank} images per rank, "
+    if options.sharding.fully_shard:
+        words += "fully_shard without its own messages, "
     chosen = options.preconditioner
     words += f"preconditioner {chosen.form.name}" if chosen else "each strategy's preconditioner"
     if without_factors(options):

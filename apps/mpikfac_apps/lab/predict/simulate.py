@@ -77,8 +77,6 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
 def uncounted(options: SimulateOptions) -> Iterator[str]:
     """Yield the work of a step that predictions leave out."""
     kfac = options.kfac
-    if options.sharding.fully_shard:
-        yield "the messages of fully_shard itself"
     if kfac.estimator.fisher_type in ("mc", "type-2"):
         yield f"the backward passes of fisher_type={kfac.estimator.fisher_type}"
     if kfac.grafting.needs_batch:
