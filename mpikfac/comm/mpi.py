@@ -110,8 +110,8 @@ def _alone() -> Any:
 class _OnDemand:
     """The names of `mpi4py.MPI`; the first use of any of them imports it and starts MPI.
 
-    Under `torchrun`, and in a worker process that torch.distributed connects, MPI is not started,
-    unless the program has done so: each process would become a separate MPI job.
+    Under `torchrun`, and in a worker process that torch.distributed connects, MPI is not started
+    unless the program has already done so: each process would become a separate MPI job.
 
     Attributes:
         missing: why no MPI library could be loaded; "" if one was, or was not needed.
