@@ -92,7 +92,7 @@ class Part:
         return {item.name for item in self.items()}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items to load from a state with `names`, with tensors of the expected form."""
+        """Return the items to load from a state with `names`, with values of the expected form."""
         return _saved(self.in_state(names))
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:

@@ -178,7 +178,7 @@ class Scales(PreconditionerPart):
             self._awaited = set(chain(*self.site.grid.world.allgather(own)))
 
     def _record_all(self) -> None:
-        """Record the layers that have bases from now on."""
+        """From now on, record the layers that have bases."""
         self._recorded = {name for name, scales in self.averages.items() if all_finite(scales)}
 
     def _check(self, step: int) -> None:

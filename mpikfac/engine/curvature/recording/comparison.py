@@ -34,7 +34,7 @@ class Comparison:
     """The projections of gradients in the current pass."""
 
     def __init__(self, layers: Iterable[Layer], on: bool) -> None:
-        """Compare the layers of torch's modules and similar ones, if `on`."""
+        """Compare the layers whose types are in `COMPARED`, if `on`."""
         compared = (x for x in layers if type(x) in COMPARED and not x.bias_alone)
         # The gradient of a sharded weight is already the mean over ranks.
         self._layers = {_key(x): x for x in compared if not is_sharded(x.parameters[0])}

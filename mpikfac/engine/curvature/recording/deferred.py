@@ -30,8 +30,8 @@ class Waiting:
     """One side of a call; inputs and gradients are the program's own tensors, not copies.
 
     Attributes:
-        tensors: what the moment is computed from: either inputs or gradients, or both for other
-            kinds of layers.
+        tensors: the tensors from which the moment is computed: inputs or gradients, or both for
+            layers that are not in `SIDE_BY_SIDE`.
         weight: the weight of the moment in the sums.
         versions: the tensors' versions, by which torch counts in-place changes.
     """
@@ -112,7 +112,7 @@ class DeferredMoments(Moments):
         while self._waiting:
             waiting = self._waiting.pop()
             waiting.check()
-            calls[id(waiting.side)] += 1  # a stack adds to a sum once
+            calls[id(waiting.side)] += 1  # a stack adds to a sum at most once
             stacks.setdefault((waiting.form(), calls[id(waiting.side)]), []).append(waiting)
         self._bytes = 0
         with self._stage_of_all(), torch.no_grad():
