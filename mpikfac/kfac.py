@@ -251,8 +251,8 @@ class KFAC(Trainer):
 
         Args:
             outputs: the model's outputs, `[batch, outputs]` or `[batch, outputs, *positions]`; or
-                one row per term of the loss, `[rows, outputs]`, for example for the tokens that a
-                mask keeps. For several heads, a list of outputs: the loss is the sum of the heads'
+                one row per term of the loss, `[rows, outputs]`, such as one per token that a mask
+                keeps. For several heads, a list of outputs: the loss is the sum of the heads'
                 losses.
             loss: "cross-entropy", "squared-error" or "logistic", averaged over the batch and the
                 other dimensions as torch does: `F.cross_entropy`, `F.mse_loss`,
@@ -368,7 +368,7 @@ class KFAC(Trainer):
         """Load the first batch's sizes from the state, and rebuild the parts if the plan changes.
 
         Raises:
-            UserError: a rank cannot read them, or ranks disagree.
+            UserError: a rank cannot read the sizes, or ranks disagree on them.
         """
         world = self.grid.world
         with together(world, "loading state", untrusted=True):

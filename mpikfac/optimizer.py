@@ -239,7 +239,7 @@ def _numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 class KFACOptimizer(Optimizer):
-    """Optimize with K-FAC and the recommended settings, as a torch optimizer over all ranks.
+    """A torch optimizer that runs K-FAC on all ranks, with the recommended settings.
 
         optimizer = mpikfac.KFACOptimizer(model)
         for images, labels in loader:  # each rank: its own shard

@@ -1,4 +1,4 @@
-"""Combine all ranks' events: compute waiting times, means and hidden messages, and draw them.
+"""Combine all ranks' events into waiting times, means per stage and a picture.
 
 All functions are pure functions of the events of `Trace`. docs/extensions/trace.md describes the
 two file formats.

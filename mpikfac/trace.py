@@ -157,7 +157,7 @@ class Trace:
             self._running.clear()
 
     def _thread(self) -> str:
-        """Return the current thread's name in events."""
+        """Return the current thread's name for events, which is "" for the training."""
         thread = threading.current_thread()
         # Torch runs a GPU's backward pass on its own thread, while the training waits for it.
         if thread is self._home or isinstance(thread, threading._DummyThread):
@@ -208,7 +208,7 @@ class Trace:
 
 
 class _Origin(NamedTuple):
-    """Store an event on the GPU, and the host's time of the event.
+    """Store a GPU event, and the host's time at which it occurred.
 
     Attributes:
         doubt: seconds between the readings of the host's clock before and after the event.

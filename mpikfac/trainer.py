@@ -92,7 +92,7 @@ class Built:
 
     Attributes:
         method: turns averaged gradients into directions.
-        exchange: what ranks exchange in addition to reductions.
+        exchange: the exchanges between ranks, apart from reductions.
         parts: the parts whose items are stored in the state.
         stepped: the parameters that the rank's optimizer updates, by name.
     """
@@ -428,7 +428,7 @@ class Trainer:
 
     @property
     def exchange(self) -> OneModel:
-        """What ranks exchange besides reductions; with `LSGD`, call its `report_loss(loss)`."""
+        """The exchanges between ranks, except reductions; with `LSGD`, call its `report_loss`."""
         return self.built.exchange
 
     @property
@@ -592,7 +592,7 @@ class Trainer:
         return missing_state(self.model, names) | complete.difference(names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the rank's part of `state`, from any strategy and any number of ranks.
+        """Load the rank's part of `state`, saved with any strategy on any number of ranks.
 
         Either all ranks load a state, or none does. The state of a first-order run is accepted, and
         so is one with another estimator for some or all layers: the next step computes the

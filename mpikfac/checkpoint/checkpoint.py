@@ -283,7 +283,7 @@ def _finish(comm: Comm, begun: _Begun, write: Callable[[], dict[str, Any] | None
 
 
 def _prune(final: Path, keep: int) -> None:
-    """Delete older checkpoints; only warn on a failure, because the new checkpoint is complete."""
+    """Delete older checkpoints; if that fails, only warn, because the new one is complete."""
     try:
         SOUND[final] = _signature(read_checkpoint(final))
         durable.prune(final, keep, _is_sound)
@@ -303,7 +303,7 @@ def _is_sound(path: Path) -> bool:
                 checkpoint.check(file)
             SOUND[path] = signature
     except (OSError, UserError) as error:
-        log.warning("%s; it is not one of the checkpoints to keep", error)
+        log.warning("%s; it does not count as one of the checkpoints to keep", error)
         return False
     return True
 
@@ -422,7 +422,7 @@ def _files(directories: Sequence[Path]) -> dict[str, int]:
 
 
 def _check(comm: Comm, checkpoint: Checkpoint) -> None:
-    """Check every file of the checkpoint on one of the ranks; raise UserError on all ranks."""
+    """Check all files, each on one rank; raise UserError on all ranks if any is damaged."""
     with together(comm, f"reading checkpoint {checkpoint.path}", untrusted=True):
         for shard in sorted(checkpoint.shards)[comm.rank :: comm.size]:
             checkpoint.check(shard)

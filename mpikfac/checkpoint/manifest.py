@@ -211,7 +211,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_form(manifest: Mapping[str, Any]) -> None:
-    """Check that the manifest has the form of `make_manifest`; a digest is not enough."""
+    """Check that the manifest has the form of `make_manifest`, which a digest does not prove."""
     numbers = [manifest["step"]]
     if not isinstance(writer := manifest.get("writer", ""), str):
         raise ValueError(f"has writer={writer!r}, which is not a str; use another checkpoint")

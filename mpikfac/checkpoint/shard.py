@@ -1,6 +1,6 @@
 """Write a rank's items as an HDF5 file, and read it back; no other module imports h5py.
 
-libhdf5 crashes if the disk is full and does not notice damage, so it is kept away from the disk.
+libhdf5 crashes if the disk is full and does not notice damage, so it never opens files itself.
 For writing, it lays out the file in memory without the values, which plain writes then copy from
 tensors to the file. For reading, it parses bytes in memory, after their BLAKE3 digest has been
 checked.
@@ -175,10 +175,10 @@ def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
                 place, length = shard[large].id.get_offset(), shard[large].nbytes
         except (AttributeError, LookupError, OSError, RuntimeError, TypeError) as error:
             reason = files.one_line(error)
-            raise ValueError(f"{path} is not an HDF5 file of mpikfac: {reason}") from error
+            raise ValueError(f"{path} is not an HDF5 file written by mpikfac: {reason}") from error
     if place is None or place + length > size:
         raise ValueError(
-            f"{path} is not an HDF5 file of mpikfac: {large} is not stored in one piece"
+            f"{path} is not an HDF5 file written by mpikfac: {large} is not stored in one piece"
         )
     return items, place, length
 
@@ -195,7 +195,7 @@ def _plain(dataset: h5py.Dataset, size: int) -> Value:
 
 
 class _Image:
-    """Behave like a file in memory; pages that HDF5 never writes, as for values, take no space."""
+    """Behave like a file in memory; pages that HDF5 does not write take no space."""
 
     def __init__(self) -> None:
         self.size = self._at = 0
@@ -296,7 +296,9 @@ def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
     try:
         with files.reading(path) as file:
             if (length := os.fstat(file.fileno()).st_size) != size:
-                raise UserError(f"{path} is damaged: {length} bytes, but {size} were written")
+                raise UserError(
+                    f"{path} is damaged: it has {length} bytes, but {size} were written"
+                )
             if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
                 raise UserError(f"{path} has {size:,} bytes; this machine's memory has {memory:,}")
             yield file

@@ -166,7 +166,7 @@ def cuda_aware(comm: Comm | None = None) -> bool:
     if isinstance(comm, ProcessGroupComm):
         return comm.direct
     maker = _maker()
-    if maker is None:  # without a GPU, MPI returns true if it can load a driver
+    if maker is None:  # without a GPU, the query is true if MPI can load a driver
         return False
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}

@@ -28,7 +28,7 @@ LAUNCHERS = (
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """The environment variable that shows that `torchrun` started the process."""
 
-THREADS = 3  # THREAD_MULTIPLE, as a process group is used by several threads
+THREADS = 3  # THREAD_MULTIPLE: several threads can use a process group
 
 
 class _Done:

@@ -88,7 +88,7 @@ class Gradients:
     # -- local gradients -------------------------------------------------------------------------
 
     def look(self, values: object) -> bool:
-        """Vote on a change to the model, and on `values`, which must be equal on all ranks.
+        """Record in the votes any change to the model, and `values`, which must agree on all ranks.
 
         New parameters are not updated in this step.
 
@@ -107,7 +107,7 @@ class Gradients:
         return changed
 
     def look_at_parts(self, values: object) -> None:
-        """Vote again, in all accumulated parts, with values that only the step knows."""
+        """Update the votes of all accumulated parts with values that only the step knows."""
         self.votes.mark(values, self.trained.changed())
         votes = self.sender.accumulated[..., self.arena.span(self.votes.name)]
         self.votes.counted(votes).copy_(self.votes.counted(self.votes.tensor))

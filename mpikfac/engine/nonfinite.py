@@ -47,11 +47,11 @@ class Nonfinite:
         instead: str,
         tried: Collection[str] | None = None,
     ) -> None:
-        """Record that `names` were not finite at `step`, but all others in `tried` were.
+        """Record that `names` were not finite in this step, but all others in `tried` were.
 
         Args:
             instead: the consequence, for the log.
-            tried: the names of this kind that were computed at `step`; None for all.
+            tried: the names of this kind that were computed in this step; None for all.
 
         Raises:
             UserError: a value was not finite more than `TOLERATED` times in a row.

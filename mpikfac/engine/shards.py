@@ -129,19 +129,19 @@ class ShardReader(Reader):
         copy_all(copies)
 
     def _by_parameter(self, pieces: Sequence[Tensor]) -> tuple[list[list[Tensor]], ...]:
-        """Return every shard's rows and its number, for each parameter that the rank owns."""
+        """Return the rows and the number from every shard, for each parameter of this owner."""
         count = 2 * len(self._owned)
         rows = [list(pieces[place::count]) for place in range(0, count, 2)]
         return rows, [list(pieces[place::count]) for place in range(1, count, 2)]
 
     def weights(self, layer: Layer) -> list[Tensor]:
-        """Return the norms of all ranks' shards, whose norm is that of each weight."""
+        """Return, for each weight, the norms of its shards; their norm is that of the weight."""
         return [self._norms[id(parameter)] for parameter in layer.parameters]
 
     # -- directions to shards --------------------------------------------------------------------
 
     def write(self, slot: Slot) -> Copies:
-        """Return the copies that store directions until `publish`, in the order of the weights."""
+        """Return the copies that store directions, arranged like the weights, until `publish`."""
         if not slot.block.parameters:
             yield from super().write(slot)
         for parameter, part in zip(slot.block.parameters, slot.parts):

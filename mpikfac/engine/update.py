@@ -77,7 +77,7 @@ class Everyone:
         gradients.take_votes()
 
     def _publish_votes(self) -> None:
-        """Send the votes to ranks that lack their sum; here, all ranks have it."""
+        """Send the votes to ranks that lack their sum; in the base class, all ranks have it."""
 
 
 class ByOwners(Everyone):

@@ -91,7 +91,7 @@ class Outbox:
             self._changed.notify_all()
 
     def wait(self, number: int) -> None:
-        """Wait until message `number`, which was put before, has been sent by this rank.
+        """Wait until this rank has sent message `number`, which was passed to `put` before.
 
         Raises:
             Exception: the error that ended the thread.
@@ -104,7 +104,7 @@ class Outbox:
             del self._letters[number]
 
     def flush(self) -> None:
-        """Wait until this rank has sent all messages that were put so far."""
+        """Wait until this rank has sent all messages passed to `put` so far."""
         with self._changed:
             letters = list(self._letters.values())
         for letter in letters:

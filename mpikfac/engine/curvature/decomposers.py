@@ -153,7 +153,7 @@ class AtOnce:
     def _in_stacks(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]
     ) -> tuple[Blocks, set[str]]:
-        """Decompose on a GPU, with one call per order; return blocks, and names of sound factors."""
+        """Decompose on a GPU, one call per order; return the blocks and sound factors' names."""
         if self.site.device.type == "cpu":
             return {}, set()
         blocks: Blocks = {}

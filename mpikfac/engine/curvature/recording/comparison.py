@@ -68,7 +68,7 @@ class Comparison:
     @without_autocast
     @torch.no_grad()
     def add(self, layer: Layer, x: Tensor, g: Tensor) -> None:
-        """Add a call of a layer, which multiplied in the dtype of `g`."""
+        """Add a call of a layer that multiplied in the dtype of `g`."""
         if _key(layer) not in self._sums or not g.numel():
             return
         if x.dim() < layer.dimensions:  # one example without a batch dimension

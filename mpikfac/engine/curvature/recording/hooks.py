@@ -59,7 +59,7 @@ class RecordingHooks(Part):
         self.passes = 0
         # Whether the next call of a layer begins a pass, because a backward pass came in between.
         self._between = True
-        # The thread of the forward pass whose backward pass runs; others may evaluate the model.
+        # The thread of the forward pass whose backward pass is running; others may use the model.
         self._running: int | None = None
         self._interrupted = False
         self._followed = False  # whether gradients are noted at the end of the backward pass
