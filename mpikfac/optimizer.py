@@ -260,8 +260,8 @@ class KFACOptimizer(Optimizer):
         params: the parameters to train, or parameter groups with their own `lr`, `momentum` or
             `weight_decay`, as for any torch optimizer; all parameters of the model if None.
         momentum: Nesterov momentum of the averaged gradients. Schedulers can change it, but must
-            set the same value in all groups. None: that of `grafting`, or the preconditioner's
-            default, which is 0.9 for most preconditioners and 0.95 for "muon".
+            set the same value in all groups. None: the momentum of `grafting`, or the
+            preconditioner's default, which is 0.9 for most preconditioners and 0.95 for "muon".
         weight_decay: decoupled from the gradient, as in AdamW: a step multiplies weights by
             `1 - lr * weight_decay`.
         max_norm: the maximum norm of the averaged gradient; None for no bound.

@@ -188,8 +188,8 @@ class Trainer:
                 `overlap` or `virtual_ranks`; a gradient was changed after `overlap` had sent it;
                 the model was converted or moved; `max_norm` is negative; the batch was not passed
                 to `QuadraticModel` by `grafting.set_batch(inputs, loss)`; the optimizer or a
-                scheduler sets a momentum in addition to that of the method; or a parameter with a
-                gradient is in the optimizer but not in the model.
+                scheduler sets a momentum in addition to that of the grafting or the compression; or
+                a parameter with a gradient is in the optimizer but not in the model.
             UserError: ranks disagree on the model, learning rates or settings; or the trainer
                 cannot adopt a change in the trained parameters.
             RanksDifferError: ranks disagree on an argument, or on weights, which are compared every
@@ -321,7 +321,7 @@ class Trainer:
             self._follow_votes(arguments)
 
     def _follow_votes(self, arguments: Mapping[str, object]) -> None:
-        """Compare ranks if their checksums differ, and adopt a change to any rank's model.
+        """Report what differs if ranks' checksums differ, and adopt a change to any rank's model.
 
         Collective over: world.
 
@@ -401,7 +401,7 @@ class Trainer:
 
     @property
     def grid(self) -> Grid:
-        """The ranks as a grid, with the communicators of the steps."""
+        """The grid of ranks, with the communicators that steps use."""
         return self.built.grid
 
     @property
@@ -411,7 +411,7 @@ class Trainer:
 
     @property
     def votes(self) -> Tensor:
-        """A tensor `[16]`, in the dtype of the statistics, that a rank writes before a step.
+        """A tensor `[16]`, in the dtype of the statistics, that a rank can write before a step.
 
         Its values are sent with the gradients; after the step, they are the means over all
         ranks. The last eight are reserved for the trainer.
@@ -481,7 +481,7 @@ class Trainer:
         return Drawn(covered, plan)
 
     def _build(self, drawn: Drawn) -> Built:
-        """Compare ranks, create the communicators, and build the parts of a step.
+        """Check that ranks agree, create the communicators, and build the parts of a step.
 
         Collective over: world.
 

@@ -345,7 +345,7 @@ def _naming(space: str) -> Iterator[None]:
 
 
 def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
-    """Assign items, largest first, to their least loaded holders; return each rank's names."""
+    """Assign items, largest first, to the least loaded of their holders; return names by rank."""
     holders: dict[str, list[int]] = {}
     for rank, described in enumerate(held):
         for name, form in described.items():

@@ -17,7 +17,7 @@ from mpikfac.engine.site import Site
 
 
 class OneModel(Part):
-    """Base class for exchanges; it sends nothing but reductions, so all ranks train one model.
+    """Base class for exchanges; it adds no messages to the reductions: all ranks train one model.
 
     Subclasses override the hooks of a step: `begin_step`, `before_update` (not called in steps that
     ranks skip) and `end_step`.

@@ -106,7 +106,7 @@ class Part:
             tensor.copy_(state[name])
 
     def take_over(self, before: Any) -> set[str]:
-        """Copy the tensors whose name and shape are unchanged from the part that existed before.
+        """Copy the tensors whose name and shape are unchanged from the previous part.
 
         Returns:
             The names of the items that were copied on this rank.

@@ -69,7 +69,7 @@ class Scales(PreconditionerPart):
         self.sums.flat.zero_()
 
     def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
-        """Add the squares of examples' gradients in a call, times `weight`.
+        """Add the squared per-example gradients of a call, times `weight`.
 
         Several calls in a pass are treated as if their gradients were independent.
 
