@@ -112,7 +112,7 @@ class DeferredMoments(Moments):
         while self._waiting:
             waiting = self._waiting.pop()
             waiting.check()
-            calls[id(waiting.side)] += 1  # a stack adds to a sum at most once
+            calls[id(waiting.side)] += 1  # a stack adds to a sum once
             stacks.setdefault((waiting.form(), calls[id(waiting.side)]), []).append(waiting)
         self._bytes = 0
         with self._stage_of_all(), torch.no_grad():
