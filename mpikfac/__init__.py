@@ -1,6 +1,6 @@
 """mpikfac: training CNNs with distributed K-FAC under MPI.
 
-Names are imported on first use, so that planning (`mpikfac.make_plan`) starts no MPI.
+Names are imported on first use, so planning (`mpikfac.make_plan`) does not start MPI.
 """
 
 from importlib import metadata

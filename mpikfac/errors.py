@@ -18,10 +18,10 @@ PATIENCE = 2.0
 
 
 class UserError(Exception):
-    """Report a mistake that the user can correct; the message states wrong and valid values.
+    """Report a mistake that the user can correct; the message states what would be valid.
 
-    Every rank raises the same text; one rank prints it, and all ranks exit. The text is a single
-    printable line, even if part of it comes from a file.
+    Every rank raises it with the same text; one rank prints the text, and all ranks exit. The text
+    is a single printable line, even if part of it comes from a file.
     """
 
     def __str__(self) -> str:
@@ -31,12 +31,12 @@ class UserError(Exception):
 class RanksDifferError(UserError):
     """Report that values that must be equal on all ranks differ.
 
-    Retrying does not help, because the ranks differ until one copies another's values.
+    Retrying does not help: the values keep differing until one rank's are copied to the others.
     """
 
 
 class RankLostError(RuntimeError):
-    """Report that a message failed because another rank has ended, or does not take part.
+    """Report that a message failed because another rank has ended or does not take part.
 
     This error is only a consequence; the other rank, or the launcher, reports the cause.
     """
@@ -104,7 +104,7 @@ def _all_arrived(comm: _Ranks) -> bool:
 
 
 def looks(seconds: float, interval: float = 0.01) -> Iterator[None]:
-    """Yield at intervals, until this process has been running for `seconds`.
+    """Yield every `interval` seconds, for `seconds` in total.
 
     The intervals are counted, because a clock would keep running while the job is suspended.
     """

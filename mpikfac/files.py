@@ -1,8 +1,8 @@
-"""Open files safely: regular files only, of bounded size, and without links in run directories.
+"""Open files safely: only regular files of bounded size, and no links in run directories.
 
-A pipe can make a reader wait forever, a device can do anything, a sparse file can fill the memory,
-and a link can lead out of a run's directory. The library and the programs therefore open all files
-with `reading` and `writing`.
+A pipe can block a reader forever, opening a device can have side effects, a sparse file can fill
+the memory, and a link can lead out of a run's directory. The library and the programs therefore
+open all files with `reading` and `writing`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Literal
 LIMIT = 2**25
 """Maximum size of a JSON file in bytes; enough for a manifest of about 200,000 items."""
 SMALL = 2**18
-"""Maximum size of a small file in bytes: a lock, options, a study."""
+"""Maximum size in bytes of a small file, such as a lock, an options file or a study."""
 HUGE = 2**62
-"""Maximum absolute value of a number in a `form`."""
+"""Maximum absolute value of a number that `has_form` accepts."""
 DEEP = 32
-"""Maximum depth of JSON and YAML."""
+"""Maximum nesting depth of JSON and YAML files."""
 
 KINDS = {
     stat.S_IFLNK: "a link",
@@ -36,7 +36,7 @@ BEGIN = {"empty": 0, "new": os.O_EXCL, "end": os.O_APPEND}
 
 
 class Refused(OSError):
-    """Report that a file is not opened; `strerror` is the reason, and `filename` the path."""
+    """Report that a file must not be opened; `strerror` is the reason, and `filename` the path."""
 
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(errno.EINVAL, reason, str(path))
@@ -46,12 +46,12 @@ class Refused(OSError):
 
 
 def reading(path: str | Path, limit: int | None = None, links: bool = False) -> io.BufferedReader:
-    """Open a regular file for reading; opening never waits.
+    """Open a regular file for reading; opening never blocks.
 
     Args:
         limit: maximum size of the file in bytes; None for no limit.
-        links: whether to follow a link at the end of `path`; for paths that a user names, not for
-            files in a run's directory.
+        links: whether to follow a link at the end of `path`; use this for paths that a user passes,
+            not for files in a run's directory.
 
     Raises:
         Refused: the path is not a regular file, or the file is too large.
@@ -68,12 +68,13 @@ def reading(path: str | Path, limit: int | None = None, links: bool = False) -> 
 def writing(
     path: str | Path, begin: Literal["empty", "new", "end"] = "empty", *, named: bool = False
 ) -> io.FileIO:
-    """Open a regular file for writing, without a buffer; opening never waits.
+    """Open a regular file for unbuffered writing; opening never blocks.
 
     Args:
-        begin: "empty" drops the content, "new" fails if the file exists, and "end" appends to the
-            content.
-        named: whether the user named the path; if so, links are followed and devices accepted.
+        begin: "empty" truncates the file, "new" fails if the file exists, and "end" appends to the
+            file.
+        named: whether a user passed the path; if so, links are followed, and devices and pipes
+            are accepted.
 
     Raises:
         Refused: the path is not a regular file.
@@ -86,7 +87,7 @@ def writing(
 
 
 def anchored(path: Path) -> Path:
-    """Return a path to the same file name that stays valid if its folder is moved.
+    """Return an equivalent path that stays valid if the file's folder is moved.
 
     The folder stays open until the process ends.
     """
@@ -95,7 +96,7 @@ def anchored(path: Path) -> Path:
 
 
 def names(path: str | Path, file: io.IOBase) -> bool:
-    """Return whether the path leads to the open file; False if the file was renamed or removed."""
+    """Return whether the path refers to the open file; False if the file was renamed or removed."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -133,7 +134,8 @@ def read_json(path: str | Path, limit: int = LIMIT, links: bool = False) -> Any:
     Raises:
         Refused: the path is not a regular file, or the file is too large.
         OSError: the file cannot be read.
-        ValueError: the file is not JSON, or nested too deeply; the message lacks the path.
+        ValueError: the file is not JSON, or nested too deeply; the message does not contain the
+            path.
     """
     return json_of(read_bytes(path, limit, links))
 
@@ -209,7 +211,7 @@ def write_bytes(path: str | Path, content: bytes | memoryview, *, named: bool = 
 
 
 def write_all(file: io.FileIO, content: bytes | memoryview, path: str | Path) -> None:
-    """Write the content at the position of an open file; see `write_bytes`.
+    """Write the content at the current position of an open file; see `write_bytes`.
 
     Raises:
         OSError: the file cannot be written; the error contains the path.
@@ -233,7 +235,7 @@ def write_text(path: str | Path, text: str, *, named: bool = False) -> None:
 
 
 def why(error: OSError) -> str:
-    """Return the reason for a file-system error, without its number and path."""
+    """Return the reason for a file-system error, without the error number and the path."""
     return error.strerror or str(error)
 
 
@@ -253,7 +255,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return a text in which each line is `printable`."""
+    """Apply `printable` to each line of a text."""
     return "\n".join(map(printable, text.split("\n")))
 
 

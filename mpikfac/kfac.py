@@ -1,4 +1,4 @@
-"""Distributed K-FAC: the trainer with a preconditioner, and the methods that only K-FAC has.
+"""Distributed K-FAC: a trainer with a preconditioner, and methods specific to K-FAC.
 
 To read the code, begin with `Trainer.step` (trainer.py), and then read
 `DistributedPreconditioner.learn` and `DistributedPreconditioner.direct`
@@ -67,8 +67,8 @@ class KFAC(Trainer):
             `split_comm` returns; all ranks of the job if None.
         strategy: which ranks compute and send what: a `Strategy`, or a name listed by `mpikfac
             strategies`. A name also sets the preconditioner and the intervals that belong to it,
-            unless you pass others. None: every rank preconditions every layer (COMM-OPT), or, in a
-            model of `fully_shard`, the layer's owner ("sharded-optimizer").
+            unless you pass others. None: every rank preconditions every layer (COMM-OPT) or, if the
+            model is sharded with `fully_shard`, each layer's owner does ("sharded-optimizer").
         damping: a number, a schedule (a function of the step), a `Damping`, or a
             `LevenbergMarquardt`, which `update_damping` adapts. None: `Damping()`, or 0.003 for the
             preconditioner "eva".
@@ -76,36 +76,36 @@ class KFAC(Trainer):
             fewer during the first 160 steps (`schedule.growing`).
         inv_update_steps: steps between two decompositions, or a schedule; a multiple of `stagger`.
             None: 50, but fewer during the first 160 steps.
-        preconditioner: a `Preconditioner` with settings, such as `Eigen(dtype=torch.bfloat16)` or
-            your own class, or the name of one, with its defaults. None: "inverse".
+        preconditioner: a `Preconditioner`, such as `Eigen(dtype=torch.bfloat16)` or an instance of
+            your own class, or the name of one, which uses its defaults. None: "inverse".
 
             - "inverse": damped inverses, with the damping split between A and G; a change of the
               damping takes effect at the next decomposition. `Inverse(split_damping=False)` adds
-              all of the damping to each, as published implementations do.
+              all of the damping to each factor, as published implementations do.
             - "eigen": eigenbases, with the damping added to the products of eigenvalues.
-            - "ekfac": the same, with eigenvalues estimated from the gradients of examples [George
-              et al. 2018].
+            - "ekfac": the same, with eigenvalues estimated from per-example gradients [George et
+              al. 2018].
             - "eva": mean vectors, whose outer products replace A and G [Zhang et al. 2023, Eva].
               The paper uses `inv_update_steps=1`.
-            - "newton-muon": A only; directions are orthogonalised [Newton-Muon].
+            - "newton-muon": only A; directions are orthogonalised [Newton-Muon].
             - "shampoo": inverse roots of factors of the averaged gradient [Gupta et al. 2018].
-            - "kl-shampoo": the same, with factors whitened by each other [Lin et al. 2025].
+            - "kl-shampoo": the same, with each factor whitened by the other [Lin et al. 2025].
             - "soap": Adam in the eigenbases of Shampoo's factors [SOAP].
             - "muon": no factors; the averaged gradient is orthogonalised [Muon].
-            - "normuon": the same, with rows of about equal length [NorMuon].
+            - "normuon": the same, with rows scaled to about equal length [NorMuon].
         grafting: determines the length of each layer's direction: `NoGrafting`, `SGDGrafting`,
             `AdamGrafting`, or `mpikfac.lab.QuadraticModel`. None: the preconditioner's default,
-            which is `AdamGrafting()` for most, or `NoGrafting()` if a clip is set.
-        clip: a bound on the directions of all layers together: `KLClip`, `FisherClip`, `NormClip`,
+            which is `AdamGrafting()` for most preconditioners, or `NoGrafting()` if a clip is set.
+        clip: a joint bound on the directions of all layers: `KLClip`, `FisherClip`, `NormClip`,
             or None.
         estimator: how factors are estimated.
         coverage: the layers to cover, and the form of their factors.
-        budget: the maximum number of operations of statistics and decompositions, averaged over
-            steps, relative to those of the forward and backward passes; 1 during the first 160
-            steps. To stay within it, intervals are lengthened after the first batch with
-            statistics, and factors are cut into blocks of at most 128 rows, or half as many rows as
-            the batch has vectors, whichever is more. If it is None, or if you set an interval or a
-            covering rule, intervals and factors stay unchanged.
+        budget: the maximum number of operations for statistics and decompositions, averaged over
+            steps, as a fraction of those of the forward and backward passes; the fraction is 1
+            during the first 160 steps. To stay within it, intervals are lengthened after the first
+            batch with statistics, and factors are cut into blocks of at most 128 rows, or half as
+            many rows as the batch has vectors, whichever is more. If it is None, or if you set an
+            interval or a covering rule, intervals and factors stay unchanged.
         matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands. "float32": not at all; on a GPU, torch's settings apply. "tf32":
             to 10 bits of mantissa. "bfloat16": to 7 bits. Results are accumulated in float32, and
@@ -119,7 +119,7 @@ class KFAC(Trainer):
 
     Raises:
         ValueError: a choice or a layer is not supported; raised before any communication.
-        UserError: ranks disagree on model, plan, settings or versions.
+        UserError: ranks disagree on the model, the plan, settings or versions.
 
     Attributes:
         plan: the communication plan.
@@ -214,7 +214,7 @@ class KFAC(Trainer):
 
     @property
     def preconditioner(self) -> DistributedPreconditioner:
-        """The rank's preconditioner, which does K-FAC's work."""
+        """This rank's preconditioner, which computes factors, decompositions and directions."""
         return cast(DistributedPreconditioner, self.built.method)
 
     @property
@@ -236,7 +236,7 @@ class KFAC(Trainer):
     def record(
         self, outputs: Tensor | Sequence[Tensor], loss: Loss | Sequence[Loss] = "cross-entropy"
     ) -> None:
-        """Record a batch's statistics for labels sampled from the model, if `fisher_type` needs it.
+        """Record statistics for labels sampled from the model, if `fisher_type` needs them.
 
             outputs = model(images)
             kfac.record(outputs)
@@ -251,7 +251,7 @@ class KFAC(Trainer):
 
         Args:
             outputs: the model's outputs, `[batch, outputs]` or `[batch, outputs, *positions]`; or
-                one row per term of the loss, `[rows, outputs]`, such as the tokens that a mask
+                one row per term of the loss, `[rows, outputs]`, such as one per token that a mask
                 keeps. For several heads, a list of outputs: the loss is the sum of the heads'
                 losses.
             loss: "cross-entropy", "squared-error" or "logistic", averaged over the batch and the
@@ -259,9 +259,9 @@ class KFAC(Trainer):
                 `F.binary_cross_entropy_with_logits`. For several heads, optionally a list.
 
         Raises:
-            ValueError: the loss is unknown; heads have different numbers of rows; with
-                fisher_type="type-2", outputs have positions, or their rows are not the examples;
-                or outputs are not logits, or lack a dimension for outputs.
+            ValueError: the loss is unknown; heads have different numbers of rows; outputs are not
+                logits, or have no output dimension; or, with fisher_type="type-2", outputs have
+                positions, or their rows are not the batch's examples.
         """
         heads = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         losses = [loss] * len(heads) if isinstance(loss, str) else list(loss)
@@ -280,9 +280,9 @@ class KFAC(Trainer):
 
     @without_autocast
     def precondition(self, scaler: Scaler | None = None) -> None:
-        """Precondition covered layers' gradients; the caller averages them first, and then steps.
+        """Precondition the averaged gradients of covered layers; the caller then takes the step.
 
-        The caller also averages buffers and the gradients of uncovered parameters. With
+        Before this call, the caller averages buffers and all gradients over ranks. With
         `AdamGrafting`, the default, Adam's steps replace the gradients of uncovered parameters.
 
         Collective over: world.
@@ -291,13 +291,13 @@ class KFAC(Trainer):
             scaler: the `torch.amp.GradScaler` that scaled the loss and whose `unscale_` has already
                 unscaled the averaged gradients; this method unscales the statistics. If gradients
                 are not finite, which must then be true on all ranks, they stay unchanged: the
-                scaler's `step` skips them, and the batch is ignored.
+                scaler's `step` skips the update, and the batch is ignored.
 
         Raises:
             ValueError: the set of trained parameters has changed, or the strategy has
                 `shard_optimizer` (the owner of a layer must update it), `overlap` (gradients are
                 sent before the caller can average them), `virtual_ranks` (K-FAC adds their
-                gradients in order), local steps (the caller averages gradients) or `QuadraticModel`
+                gradients in order), local steps (each rank updates a replica) or `QuadraticModel`
                 (only `step` uses the batch).
         """
         self._check_preconditions()
@@ -350,7 +350,7 @@ class KFAC(Trainer):
         check_momentum(self.optimizer, strategy, self.settings.grafting.momentum)
 
     def accumulate(self) -> None:
-        """Accumulate a part of the rank's batch; see `FirstOrderTrainer.accumulate`."""
+        """Accumulate a part of the local batch; see `FirstOrderTrainer.accumulate`."""
         super().accumulate()
         self.preconditioner.accumulate()
 
@@ -365,10 +365,10 @@ class KFAC(Trainer):
         super().load_state_dict(state)
 
     def _load_blocks(self, state: Mapping[str, Any]) -> None:
-        """Load the sizes of the state's first batch, and rebuild the parts if the plan changes.
+        """Load the first batch's sizes from the state, and rebuild the parts if the plan changes.
 
         Raises:
-            UserError: a rank cannot read them, or ranks disagree.
+            UserError: a rank cannot read the sizes, or ranks disagree on them.
         """
         world = self.grid.world
         with together(world, "loading state", untrusted=True):
@@ -389,9 +389,9 @@ class KFAC(Trainer):
         super()._detach_parts()
 
     def close(self) -> None:
-        """Finish messages, remove the hooks, free the communicators; no further step is possible.
+        """Finish messages, remove hooks and free communicators; no further step is possible.
 
-        On curvature servers, `run_curvature_server` returns.
+        On curvature servers, this makes `run_curvature_server` return.
 
         Collective over: world.
         """

@@ -33,7 +33,7 @@ PARTS = {
     **{"coverage": Coverage, "damping": Damping, "estimator": Estimator},
     **{"grafting": AdamGrafting, "clip": KLClip},
 }
-"""Arguments of `KFAC` whose values have their own settings."""
+"""Arguments of `KFAC` whose values are objects with settings."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -62,7 +62,7 @@ class Optimizer(torch.optim.Optimizer):
         trainer: the trainer.
     """
 
-    # This makes a GradScaler leave the gradients to `step`, and pass the scale as an attribute.
+    # This makes a GradScaler leave the unscaling to `step`, and pass the scale as an attribute.
     _step_supports_amp_scaling = True
     trainer: Trainer
     _max_norm: float | None
@@ -80,7 +80,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(fields)  # __init__ would create new parameter groups and a new state
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise TypeError: a copy would not observe the model, and a file would lack the state."""
+        """Raise TypeError: a copy would not observe the model, and a file would lack its state."""
         raise TypeError(
             f"{type(self).__name__} must not be copied or pickled: the copy would lack K-FAC's "
             f"state; use state_dict()"
@@ -155,8 +155,8 @@ class Optimizer(torch.optim.Optimizer):
         form as in torch's optimizers, for frameworks that read it. To change a hyperparameter, set
         it in `optimizer.param_groups` after loading.
 
-        With COMM-OPT, the default strategy, each rank's state is complete, so rank 0's can be
-        loaded by all ranks, and by any number of ranks. The exceptions are preconditioners whose
+        With COMM-OPT, the default strategy, each rank's state is complete, so any number of
+        ranks can load rank 0's. The exceptions are preconditioners whose
         factors come from the averaged gradient, such as "shampoo" and "soap", and
         `Refresh(staleness=1)`: with these, each rank stores only the factors that it decomposes, or
         the pending decompositions that it has computed, and must load its own state; rank 0's is
@@ -197,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 class _State(dict[str, Any]):
-    """A state without the item "state" of torch's optimizers, for which some programs ask."""
+    """A state that raises UserError for the item "state" of torch's optimizers, which it lacks."""
 
     def __missing__(self, name: str) -> NoReturn:
         if name == "state":
@@ -239,7 +239,7 @@ def _numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 class KFACOptimizer(Optimizer):
-    """Optimize with K-FAC and the recommended settings, as a torch optimizer over all ranks.
+    """A torch optimizer that runs K-FAC on all ranks, with the recommended settings.
 
         optimizer = mpikfac.KFACOptimizer(model)
         for images, labels in loader:  # each rank: its own shard
@@ -260,8 +260,8 @@ class KFACOptimizer(Optimizer):
         params: the parameters to train, or parameter groups with their own `lr`, `momentum` or
             `weight_decay`, as for any torch optimizer; all parameters of the model if None.
         momentum: Nesterov momentum of the averaged gradients. Schedulers can change it, but must
-            set the same value in all groups. None: that of `grafting`, or the preconditioner's
-            default, which is 0.9 for most and 0.95 for "muon".
+            set the same value in all groups. None: the momentum of `grafting`, or the
+            preconditioner's default, which is 0.9 for most preconditioners and 0.95 for "muon".
         weight_decay: decoupled from the gradient, as in AdamW: a step multiplies weights by
             `1 - lr * weight_decay`.
         max_norm: the maximum norm of the averaged gradient; None for no bound.
@@ -271,7 +271,7 @@ class KFACOptimizer(Optimizer):
 
     Raises:
         ValueError: an argument is invalid, or choices cannot be combined.
-        UserError: ranks disagree on model, plan, settings or versions.
+        UserError: ranks disagree on the model, the plan, settings or versions.
 
     Attributes:
         preconditioner: the preconditioner that the class sets; None if it is an argument.
@@ -342,8 +342,8 @@ class DistributedMuon(KFACOptimizer):
     updates the layer, and the new weights are sent to all ranks. A step sends no more bytes than
     averaging gradients does. `state_dict` returns only the rank's part of the state: save one file
     per rank, or use `save_checkpoint`. With `strategy="comm-opt"`, every rank computes every polar
-    factor, and rank 0's state is complete. `coverage=Coverage(skip=[...])` trains layers with
-    Adam's step. See [Muon].
+    factor, and rank 0's state is complete. `coverage=Coverage(skip=[...])` trains the listed
+    layers with Adam's step. See [Muon].
 
     Collective over: comm.
     """

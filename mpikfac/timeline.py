@@ -1,4 +1,4 @@
-"""Combine the events of all ranks into a timeline: waiting, means, hidden messages, a picture.
+"""Combine all ranks' events into waiting times, means per stage and a picture.
 
 All functions are pure functions of the events of `Trace`. docs/extensions/trace.md describes the
 two file formats.
@@ -23,7 +23,7 @@ class Recorded(NamedTuple):
     """Store the records of a rank.
 
     Attributes:
-        steps: start and end by step, in seconds of the same clock as the events.
+        steps: each step's start and end, in seconds on the same clock as the events.
         events: `Trace.events` of the steps.
     """
 
@@ -54,7 +54,7 @@ def self_seconds(events: Sequence[Event]) -> list[float]:
 def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]:
     """Return, by rank and event, how many seconds the rank waited for the last member to arrive.
 
-    Starts and ends are times of one clock. An event that sends nothing never waits. On background
+    All times must be on the same clock. An event that sends nothing never waits. On background
     threads, waiting is unknown and counts as 0: messages are already in flight when the recording
     starts, and some ranks are further along than others.
     """
@@ -177,15 +177,15 @@ def _mean(totals: Iterable[Mapping[str, float]], key: str) -> float:
 def collective_means(
     ranks: Sequence[Recorded], isolated: Sequence[Mapping[str, float]]
 ) -> dict[str, dict[str, float | None]]:
-    """Return the means of every stage's messages per step and over ranks, for `stages.json`.
+    """Return each stage's bytes and times for `stages.json`, averaged over steps and ranks.
 
-    A message is in flight from its start, or that of its first piece, to the end of its last piece.
-    It is exposed while the training is in a communicating stage, and therefore does not compute;
-    "hidden" is the fraction that is not exposed.
+    The times are those of messages. A message is in flight from its start, or that of its first
+    piece, to the end of its last piece. It is exposed while the training is in a communicating
+    stage, and therefore does not compute; "hidden" is the fraction that is not exposed.
 
     Args:
-        isolated: the time that a step's messages take in isolation, by rank and stage; the result
-            is None for a stage without an entry.
+        isolated: the time that a step's messages take in isolation, by rank and stage; in the
+            result, it is None for a stage without an entry.
     """
     rows = [_of_rank(recorded, alone) for recorded, alone in zip(ranks, isolated)]
     stages: dict[str, dict[str, float | None]] = {}

@@ -1,4 +1,4 @@
-"""Record seconds, calls and bytes of every stage of a step, as plain records."""
+"""Record the time, the calls and the bytes of every stage of a step."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class Event(NamedTuple):
 class Trace:
     """Record the cost of every stage on this rank since the last `clear`.
 
-    Once CUDA is in use, a stage is timed by events on the current stream, from when the GPU begins
-    the stage's work until it has finished it. The step does not wait for the GPU, but reading
-    `seconds` does.
+    Once CUDA is in use, a stage is timed with events on the current stream, from when the GPU
+    begins the stage's work until it has finished it. The step does not wait for the GPU, but
+    reading `seconds` does.
 
     Stages on background threads that Python has started are counted separately from those on the
     thread that created the trace.
@@ -111,7 +111,7 @@ class Trace:
         return self._events
 
     def record(self, on: bool) -> None:
-        """Start or stop recording events, between two steps; wait for stages on a GPU."""
+        """Start or stop recording events between steps, once the GPU has finished all stages."""
         self._synchronize()
         self._recording = on
         self._origin = None
@@ -157,7 +157,7 @@ class Trace:
             self._running.clear()
 
     def _thread(self) -> str:
-        """Return the current thread's name in events."""
+        """Return the current thread's name for events, which is "" for the training."""
         thread = threading.current_thread()
         # Torch runs a GPU's backward pass on its own thread, while the training waits for it.
         if thread is self._home or isinstance(thread, threading._DummyThread):
@@ -208,7 +208,7 @@ class Trace:
 
 
 class _Origin(NamedTuple):
-    """Store an event on the GPU, and the host's time of the event.
+    """Store a GPU event, and the host's time at which it occurred.
 
     Attributes:
         doubt: seconds between the readings of the host's clock before and after the event.

@@ -1,8 +1,8 @@
 """The trainer: one step, from local gradients to identical new weights on every rank.
 
-Read `Trainer.step` first: each of its lines is a stage. `FirstOrderTrainer` trains with first-order
-methods; `KFAC` (kfac.py) is the same trainer with a preconditioner. `Built` holds the parts of a
-step.
+Read `Trainer.step` first; `Trainer._step` calls the stages in order. `FirstOrderTrainer` trains
+with first-order methods; `KFAC` (kfac.py) is the same trainer with a preconditioner. `Built` holds
+the parts of a step.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ from mpikfac.settings import Numbers
 from mpikfac.trace import Trace
 
 COMPARE_EVERY = 100
-"""The number of steps between two comparisons of weights and buffers on all ranks."""
+"""The number of steps between two comparisons of weights and buffers across ranks."""
 
 log = logging.getLogger("mpikfac")
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The covered model and its plan, which a rank knows before it communicates."""
+    """The covered model and its plan, which a rank determines without communication."""
 
     model: CoveredModel
     plan: Plan
@@ -92,8 +92,8 @@ class Built:
 
     Attributes:
         method: turns averaged gradients into directions.
-        exchange: what ranks exchange in addition to reductions.
-        parts: the parts with items in the state.
+        exchange: the exchanges between ranks, apart from reductions.
+        parts: the parts whose items are stored in the state.
         stepped: the parameters that the rank's optimizer updates, by name.
     """
 
@@ -159,7 +159,7 @@ class Trainer:
         max_norm: float | None = None,
         examples: int | None = None,
     ) -> None:
-        """Go from local gradients to identical new weights on every rank.
+        """Take a step from local gradients to new weights, which are identical on all ranks.
 
         A parameter without a gradient is treated as if its gradient were 0. Parameters that were
         frozen, unfrozen, added or replaced since the last step do not change in this step; from the
@@ -171,9 +171,10 @@ class Trainer:
             scaler: a `torch.amp.GradScaler` whose `scale(loss)` was used for the backward pass.
                 First, gradients and statistics are unscaled. If any of them is not finite on some
                 rank, all ranks skip the step: it is counted in `steps`, but the batch is ignored,
-                and updates that were due are postponed until they are due again. Then the scale is
-                reduced or, after enough steps, increased, identically on all ranks. Do not call the
-                scaler's `unscale_`, `step` and `update`: this method replaces all three.
+                and updates of factors and bases that were due are left out until they are next due.
+                Then the scale is reduced or, after enough steps, increased, identically on all
+                ranks. Do not call the scaler's `unscale_`, `step` and `update`: this method
+                replaces all three.
             max_norm: the maximum norm of the averaged gradient of all parameters; a longer gradient
                 is scaled down before K-FAC preconditions it. None for no bound. Must be equal on
                 all ranks.
@@ -187,8 +188,8 @@ class Trainer:
                 `overlap` or `virtual_ranks`; a gradient was changed after `overlap` had sent it;
                 the model was converted or moved; `max_norm` is negative; the batch was not passed
                 to `QuadraticModel` by `grafting.set_batch(inputs, loss)`; the optimizer or a
-                scheduler sets a second momentum; or a parameter with a gradient is in the optimizer
-                but not in the model.
+                scheduler sets a momentum in addition to that of the grafting or the compression; or
+                a parameter with a gradient is in the optimizer but not in the model.
             UserError: ranks disagree on the model, learning rates or settings; or the trainer
                 cannot adopt a change in the trained parameters.
             RanksDifferError: ranks disagree on an argument, or on weights, which are compared every
@@ -272,7 +273,7 @@ class Trainer:
         return {"steps": numbers.step, "optimizer": groups, **of_method, **arguments}
 
     def _tensors(self) -> dict[str, object]:
-        """Return checksums of what the program has written, and of weights and buffers."""
+        """Return checksums of weights that the program has written, and those of `_all_tensors`."""
         writes, written = self.built.update.writes, {}
         if writes is not None:
             writes.look(self.steps)
@@ -280,7 +281,7 @@ class Trainer:
         return written | self._all_tensors()
 
     def _all_tensors(self) -> dict[str, object]:
-        """Return checksums of weights and buffers in steps that compare them."""
+        """Return checksums of weights and buffers; empty if this step does not compare them."""
         if self.steps % COMPARE_EVERY or self._strategy.sync.local_steps:
             return {}
         return {"tensors": checksums(self.model, self._own_tensors())}
@@ -298,7 +299,7 @@ class Trainer:
         self._end(arguments)
 
     def _begin_batch(self, step: int) -> None:
-        """Begin the batch of a step: the state is now the state after `step` steps."""
+        """Begin a new batch; the state is now that after `step` steps."""
         self.steps = step
         self.built.method.begin_batch(step)
         self._whole = self.is_consistent
@@ -320,7 +321,7 @@ class Trainer:
             self._follow_votes(arguments)
 
     def _follow_votes(self, arguments: Mapping[str, object]) -> None:
-        """Compare ranks if their checksums differ, and adopt a change to any rank's model.
+        """Report what differs if ranks' checksums differ, and adopt a change to any rank's model.
 
         Collective over: world.
 
@@ -390,7 +391,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer passed to the constructor; another optimizer needs another trainer."""
+        """The optimizer passed to the constructor; a different optimizer needs a new trainer."""
         return self._optimizer
 
     @property
@@ -400,7 +401,7 @@ class Trainer:
 
     @property
     def grid(self) -> Grid:
-        """The ranks as a grid, with the communicators of the steps."""
+        """The grid of ranks, with the communicators that steps use."""
         return self.built.grid
 
     @property
@@ -410,9 +411,9 @@ class Trainer:
 
     @property
     def votes(self) -> Tensor:
-        """`[16]`, in the dtype of the statistics. A rank writes values to it before a step.
+        """A tensor `[16]`, in the dtype of the statistics, that a rank can write before a step.
 
-        They are sent with the gradients, and after the step, the values are the means over all
+        Its values are sent with the gradients; after the step, they are the means over all
         ranks. The last eight are reserved for the trainer.
         """
         return self.built.gradients.votes.tensor
@@ -427,7 +428,7 @@ class Trainer:
 
     @property
     def exchange(self) -> OneModel:
-        """What ranks exchange besides reductions; with `LSGD`, call its `report_loss(loss)`."""
+        """The exchanges between ranks, except reductions; with `LSGD`, call its `report_loss`."""
         return self.built.exchange
 
     @property
@@ -480,7 +481,7 @@ class Trainer:
         return Drawn(covered, plan)
 
     def _build(self, drawn: Drawn) -> Built:
-        """Compare ranks, create the communicators, and build the parts of a step.
+        """Check that ranks agree, create the communicators, and build the parts of a step.
 
         Collective over: world.
 
@@ -490,7 +491,7 @@ class Trainer:
         comm, model, plan = self._team.trains, self.model, drawn.plan
         factory, covered = self._factory, drawn.model
         choices = factory.choices()
-        strategy = {"strategy": plan.strategy} if choices else {}  # else comparing plans is enough
+        strategy = {"strategy": plan.strategy} if choices else {}  # else, comparing plans is enough
         digest = {"plan": plan.digest()}
         try:
             agree(comm, {**describe(model, self.optimizer), **strategy, **digest, **choices})
@@ -551,7 +552,8 @@ class Trainer:
         Collective over: world.
 
         Raises:
-            UserError: with `overlap`, other ranks do not send a message of this rank for 60 s.
+            UserError: with `overlap`, other ranks have not taken part in a message of this rank for
+                60 s.
         """
         self.detach()
         self.built.grid.free()
@@ -559,14 +561,14 @@ class Trainer:
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rank's part of the state, by name; the union over ranks is the whole state.
+        """Return this rank's part of the state, by name; all ranks' parts form the complete state.
 
         It contains the model, the optimizer, the number of steps and, with K-FAC, factors as packed
         triangles (or vectors), weights of factors, bases and pending bases, scales, averages of
         grafting, and adapted damping: everything needed to resume exactly, even between two
         decompositions. Compression errors are dropped, as in a restart.
 
-        With local steps, it contains each rank's optimizer state.
+        With local steps, the complete state contains every rank's optimizer state.
 
         Collective over: world with `reduce_factors_at="inverses"` or `overlap`, otherwise none.
 
@@ -590,7 +592,7 @@ class Trainer:
         return missing_state(self.model, names) | complete.difference(names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the rank's part of `state`, from any strategy and any number of ranks.
+        """Load the rank's part of `state`, saved with any strategy on any number of ranks.
 
         Either all ranks load a state, or none does. The state of a first-order run is accepted, and
         so is one with another estimator for some or all layers: the next step computes the

@@ -48,7 +48,7 @@ def save_checkpoint(
         root: a directory on a file system that all ranks share; created if missing.
         items: this rank's items, by name; the items of all ranks form the checkpoint.
             A `bool` is loaded as an `int`.
-        keep: how many checkpoints to keep, up to this step; later checkpoints are never deleted.
+        keep: how many checkpoints of this step or earlier to keep; later ones are never deleted.
 
     Collective over: comm.
 
@@ -90,7 +90,7 @@ class CheckpointWriter:
         return self.pending and self._shard.done()
 
     def begin(self, items: Mapping[str, Value], step: int) -> None:
-        """Begin writing what `save_checkpoint` writes; items can change once `begin` returns.
+        """Begin to save a checkpoint in the background; items can change once `begin` returns.
 
         A pending checkpoint is committed first.
 
@@ -139,7 +139,7 @@ class CheckpointWriter:
             wait([self._shard])
 
     def close(self) -> None:
-        """Wait until older checkpoints are deleted, and end the thread, which can write no more.
+        """Wait until older checkpoints are deleted, and end the thread, which writes no more.
 
         Collective over: none.
         """
@@ -159,7 +159,7 @@ class CheckpointWriter:
 def load_checkpoint(comm: Comm, path: str | Path) -> Checkpoint:
     """Return a checkpoint with the items of all ranks that wrote it, each read on first access.
 
-    Any number of ranks can read. Only rank 0's path is used.
+    Any number of ranks can read it. Only rank 0's path is used.
 
     Collective over: comm.
 
@@ -222,7 +222,7 @@ def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) ->
 
 @dataclass
 class _Begun:
-    """Hold a checkpoint whose temporary directory exists."""
+    """Describe a checkpoint that is being written to its temporary directory."""
 
     final: Path
     step: int
@@ -283,7 +283,7 @@ def _finish(comm: Comm, begun: _Begun, write: Callable[[], dict[str, Any] | None
 
 
 def _prune(final: Path, keep: int) -> None:
-    """Delete older checkpoints; only warn on a failure, because the new checkpoint is complete."""
+    """Delete older checkpoints; if that fails, only warn, because the new one is complete."""
     try:
         SOUND[final] = _signature(read_checkpoint(final))
         durable.prune(final, keep, _is_sound)
@@ -303,7 +303,7 @@ def _is_sound(path: Path) -> bool:
                 checkpoint.check(file)
             SOUND[path] = signature
     except (OSError, UserError) as error:
-        log.warning("%s; it is not one of the checkpoints to keep", error)
+        log.warning("%s; it does not count as one of the checkpoints to keep", error)
         return False
     return True
 
@@ -320,7 +320,7 @@ def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, An
 
 
 def _to_host(value: Tensor, buffer: Tensor | None) -> Tensor:
-    """Copy the value to host memory, into `buffer` if its size fits; a GPU may still be copying."""
+    """Copy the value to host memory, into `buffer` if it matches; a GPU may still be copying."""
     if buffer is None or (buffer.dtype, buffer.shape) != (value.dtype, value.shape):
         buffer = torch.empty_like(value, device="cpu", pin_memory=not value.is_cpu)
     return buffer.copy_(value, non_blocking=True)
@@ -345,7 +345,7 @@ def _naming(space: str) -> Iterator[None]:
 
 
 def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
-    """Assign items, largest first, to their least loaded holders; return each rank's names."""
+    """Assign items, largest first, to the least loaded of their holders; return names by rank."""
     holders: dict[str, list[int]] = {}
     for rank, described in enumerate(held):
         for name, form in described.items():
@@ -422,7 +422,7 @@ def _files(directories: Sequence[Path]) -> dict[str, int]:
 
 
 def _check(comm: Comm, checkpoint: Checkpoint) -> None:
-    """Check every file of the checkpoint on a single rank; raise UserError on all ranks."""
+    """Check all files, each on one rank; raise UserError on all ranks if any is damaged."""
     with together(comm, f"reading checkpoint {checkpoint.path}", untrusted=True):
         for shard in sorted(checkpoint.shards)[comm.rank :: comm.size]:
             checkpoint.check(shard)

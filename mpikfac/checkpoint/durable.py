@@ -101,7 +101,7 @@ def abandon(final: Path) -> None:
 
 
 def free(path: Path) -> int:
-    """Return the free bytes on the file system of `path`; `path` need not exist."""
+    """Return the number of free bytes on the file system of `path`; `path` need not exist."""
     return shutil.disk_usage(next(place for place in [path, *path.parents] if place.exists())).free
 
 

@@ -26,7 +26,7 @@ from mpikfac.errors import UserError
 
 FORMAT, VERSION = "mpikfac checkpoint", 3
 MOST_STEPS = 2**53
-"""A larger step is a mistake: no run takes so many steps, and float64 cannot count them."""
+"""The highest valid step; no run takes more, and float64 cannot represent all higher integers."""
 log = logging.getLogger("mpikfac")
 
 UNREADABLE = (
@@ -75,7 +75,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises:
         UserError: `path` is not a complete checkpoint of this format, the manifest is damaged, or
-            the directory's name has a different step.
+            the directory's name contains a different step.
     """
     checkpoint = Checkpoint(Path(path), _read_manifest(Path(path) / durable.MANIFEST))
     if durable.step_of(checkpoint.path) not in (None, checkpoint.step):
@@ -137,14 +137,14 @@ class Checkpoint(Mapping[str, Value]):
             raise UserError(f"{self.path / file}, item {name!r}: {error}") from error
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Return a dictionary from item name to `shard`, `dtype`, `shape` and `bytes`.
+        """Return each item's `shard`, `dtype`, `shape` and `bytes`, by name.
 
         The entry of a plain number also contains its `value`.
         """
         return dict(self._items)
 
     def check(self, file: str) -> None:
-        """Check that a file of `shards` is unchanged since it was written; HDF5 does not parse it.
+        """Check that a file of `shards` is unchanged since it was written, without parsing it.
 
         Raises:
             UserError: the file is missing, or its size or content differs.
@@ -211,10 +211,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_form(manifest: Mapping[str, Any]) -> None:
-    """Check that the manifest has the form of `make_manifest`; a digest is not enough."""
+    """Check that the manifest has the form of `make_manifest`, which a digest does not prove."""
     numbers = [manifest["step"]]
     if not isinstance(writer := manifest.get("writer", ""), str):
-        raise ValueError(f"has {writer!r} where a name belongs; use another checkpoint")
+        raise ValueError(f"has writer={writer!r}, which is not a str; use another checkpoint")
     if type(manifest["step"]) is int and manifest["step"] > MOST_STEPS:
         raise ValueError(f"has step {manifest['step']}, more than any run takes")
     for file, shard in manifest["shards"].items():

@@ -1,7 +1,7 @@
 """Write a rank's items as an HDF5 file, and read it back; no other module imports h5py.
 
-libhdf5 crashes if the disk is full and does not notice damage, so it never accesses the disk. For
-writing, it lays out the file in memory without the values, which plain writes then copy from
+libhdf5 crashes if the disk is full and does not notice damage, so it never opens files itself.
+For writing, it lays out the file in memory without the values, which plain writes then copy from
 tensors to the file. For reading, it parses bytes in memory, after their BLAKE3 digest has been
 checked.
 """
@@ -37,7 +37,7 @@ SAME = [
     *("float16", "float32", "float64", "complex64", "complex128"),
 ]
 FLOAT8 = [f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
-# dtype in the manifest (torch's, or "int" and "float" of Python) -> dtype in HDF5
+# dtype in the manifest (torch's, or Python's "int" or "float") -> dtype in HDF5
 STORED = {name: np.dtype(name) for name in SAME} | {
     **dict.fromkeys(("bool", *FLOAT8), np.dtype("uint8")),
     "bfloat16": np.dtype("uint16"),
@@ -50,7 +50,7 @@ PIECE = 2**22  # bytes that are hashed and written at a time, while they are in 
 
 
 def describe(name: str, value: Value) -> dict[str, Any]:
-    """Return the item's dtype, shape and size in bytes, and the value of a number.
+    """Return the item's dtype, shape and size in bytes and, for a number, its value.
 
     Raises:
         ValueError: the item cannot be stored.
@@ -114,7 +114,7 @@ def check_shard(path: Path, size: int, digest: str) -> None:
 
 
 def read_shard(path: Path, size: int, digest: str) -> h5py.File:
-    """Return the HDF5 file in memory, after checking its bytes before libhdf5 parses any.
+    """Read the HDF5 file into memory, and check its bytes before libhdf5 parses them.
 
     Raises:
         UserError: the file is missing, or size or content differ.
@@ -129,7 +129,8 @@ def read_item(file: h5py.File, name: str, item: Mapping[str, Any]) -> Value:
     """Return the item's value from its dataset in the file.
 
     Raises:
-        ValueError: the dataset differs from the manifest, is not whole, or lies outside the file.
+        ValueError: the dataset does not match the manifest, is not stored in one piece, or lies
+            outside the file.
     """
     kind, shape = item["dtype"], tuple(item["shape"])
     link = file.get(_key(name), getlink=True)
@@ -174,16 +175,16 @@ def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
                 place, length = shard[large].id.get_offset(), shard[large].nbytes
         except (AttributeError, LookupError, OSError, RuntimeError, TypeError) as error:
             reason = files.one_line(error)
-            raise ValueError(f"{path} is not an HDF5 file of mpikfac: {reason}") from error
+            raise ValueError(f"{path} is not an HDF5 file written by mpikfac: {reason}") from error
     if place is None or place + length > size:
         raise ValueError(
-            f"{path} is not an HDF5 file of mpikfac: {large} is not stored in one piece"
+            f"{path} is not an HDF5 file written by mpikfac: {large} is not stored in one piece"
         )
     return items, place, length
 
 
 def _plain(dataset: h5py.Dataset, size: int) -> Value:
-    """Return the value of a dataset, with the dataset's own type, in a file of `size` bytes."""
+    """Return a dataset's value in the dataset's own type; the file has `size` bytes."""
     if dataset.nbytes > size:
         raise LookupError(f"{dataset.name} is larger than its file")
     value = dataset[()]
@@ -194,7 +195,7 @@ def _plain(dataset: h5py.Dataset, size: int) -> Value:
 
 
 class _Image:
-    """Behave like a file in memory; pages that HDF5 never writes, such as values, take no space."""
+    """Behave like a file in memory; pages that HDF5 does not write take no space."""
 
     def __init__(self) -> None:
         self.size = self._at = 0
@@ -269,7 +270,7 @@ def _lay_out(image: _Image, items: Mapping[str, Value]) -> list[tuple[int, str]]
 
 
 def _key(name: str) -> str:
-    """Return the dataset's name with "/" quoted: "a" would collide with the group of "a/b"."""
+    """Return the dataset's name with "/" quoted, so that "a" and the group of "a/b" differ."""
     return quote(name, safe="")
 
 
@@ -295,7 +296,9 @@ def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
     try:
         with files.reading(path) as file:
             if (length := os.fstat(file.fileno()).st_size) != size:
-                raise UserError(f"{path} is damaged: {length} bytes, but {size} were written")
+                raise UserError(
+                    f"{path} is damaged: it has {length} bytes, but {size} were written"
+                )
             if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
                 raise UserError(f"{path} has {size:,} bytes; this machine's memory has {memory:,}")
             yield file

@@ -22,8 +22,9 @@ CLOCK_READINGS = 50  # only the fastest reading counts, as most are slow on a bu
 def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterator[None]:
     """Raise the same `UserError` on every rank if the body raises an error on any rank.
 
-    Catches errors in files and data (`OSError`, `ValueError`, `UserError`). All ranks raise the
-    message from the lowest failing rank, preceded by `doing`; a `RanksDifferError` keeps its type.
+    Catches errors in files and data (`OSError`, `ValueError`, `UserError`). All ranks raise
+    the message of the lowest failing rank, preceded by `doing`; a `RanksDifferError` keeps its
+    type.
 
     Args:
         untrusted: whether the body parses a file's content, so a missing key, a wrong type or a
@@ -56,8 +57,8 @@ def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
     Collective over: comm.
 
     Raises:
-        RanksDifferError: some values differ; the message contains the first key for which they do,
-            both values, and their ranks.
+        RanksDifferError: some values differ; the message contains the first key whose values
+            differ, both values, and their ranks.
     """
     printed = {key: repr(value) for key, value in values.items()}
     first, *following = comm.allgather(printed)
@@ -98,7 +99,7 @@ def handed_over(
 
 
 def _passed_on(comm: MPI.Intracomm, value: Any, source: int) -> Any:
-    """Return the tensor, of any size, or the plain value that rank `source` passes."""
+    """Broadcast a tensor of any size, or a plain value, from rank `source`, and return it."""
     form = (value.shape, value.dtype) if torch.is_tensor(value) else None
     form, number = comm.bcast((form, None if form else value), root=source)
     if form is None:
@@ -125,7 +126,7 @@ def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
 
 
 def _broadcast_bytes(comm: MPI.Intracomm, host: Tensor, root: int) -> None:
-    content = host.view(-1).view(torch.uint8)  # `numpy()` would fix the tensor's size for good
+    content = host.view(-1).view(torch.uint8)  # `numpy()` would permanently fix its size
     for piece in pieces(content, 0, len(content), MAX_COUNT):
         comm.Bcast(piece, root=root)
 

@@ -1,7 +1,7 @@
 """Connect training ranks to curvature servers with an intercommunicator.
 
-Factors and decompositions are sent in non-blocking messages, which progress while both sides are
-inside MPI calls.
+Factors and decompositions are sent in non-blocking messages, which make progress only while
+both sides are inside MPI calls.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
 
 
 def leave(curvature: MPI.Intercomm) -> None:
-    """End the curvature servers' `arrivals`, once all training ranks have called `leave`.
+    """Leave the curvature servers; `arrivals` ends there once all training ranks have left.
 
     Uses point-to-point messages, because Open MPI's Ibarrier on an intercommunicator releases some
     ranks before all have arrived.

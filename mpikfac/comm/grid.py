@@ -76,8 +76,7 @@ class Grid:
         """Return a grid with the same communicators, but separate message state.
 
         Messages sent through the new grid affect neither the trace nor the compression errors of
-        this one.
-        Waits until this grid's overlapped messages are sent.
+        this one. Waits until this grid's overlapped messages are sent.
         """
         for thread in self._progress.values():
             thread.flush()
@@ -180,7 +179,7 @@ class Grid:
         comm, size, sizes = self._teams[message.over], sent.element_size(), message.sizes
         outgoing = [count // size for count in sizes[comm.rank]]
         incoming = [row[comm.rank] // size for row in sizes]
-        most = max(map(sum, [*sizes, *zip(*sizes)]))  # over all members: all raise, or none
+        most = max(map(sum, [*sizes, *zip(*sizes)]))  # over all members, so that all or none raise
         check_sendable(message.stage, most // size)
         with (
             self._buffers.both(sent, received, message.stage) as buffers,
@@ -217,7 +216,7 @@ class Grid:
         Collective over: `over`; in the same order on all its ranks, before any message is sent.
 
         Raises:
-            ValueError: MPI does not allow threads to call MPI.
+            ValueError: MPI does not support calls from several threads.
         """
         check_summable(flat)
         if over not in self._progress:
@@ -237,7 +236,7 @@ class Grid:
         Collective over: world.
 
         Raises:
-            UserError: other ranks never send one of this rank's overlapped messages.
+            UserError: other ranks do not take part in one of this rank's overlapped messages.
         """
         for thread in self._progress.values():
             thread.close()

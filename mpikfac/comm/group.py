@@ -67,7 +67,7 @@ class Group:
                 )
 
     def check_gradients(self, x: Tensor) -> None:
-        """Check in the first exchanges that either all members' tensors require gradients or none.
+        """Check, in the first exchanges, that all members' tensors require gradients, or none does.
 
         Collective over: group.
 
@@ -96,7 +96,7 @@ class Group:
         return _joined(received, dim)
 
     def gather_rows(self, x: Tensor, counts: Sequence[int], stage: str) -> Tensor:
-        """Return the rows of all members, ordered by member; members have `counts` rows.
+        """Return the rows of all members, ordered by member; `counts` are their numbers of rows.
 
         Collective over: group.
         """

@@ -67,7 +67,7 @@ def _seconds(
 
 
 def _numbers(plan: RankPlan, messages: Sequence[Message], device: torch.device) -> Tensor:
-    """Return random values to send instead of the stage's arena, up to the last message's end."""
+    """Return random values to send instead of the stage's arena, enough for all messages."""
     sizes = plan.itemsizes
     size = sizes.bases if messages[0].stage == names.PUBLISH_BASES else sizes.numbers
     last = max(stop for message in messages for _, stop in message.spans)

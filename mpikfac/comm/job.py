@@ -46,8 +46,9 @@ log = logging.getLogger("mpikfac")
 def world() -> MPI.Intracomm:
     """Start MPI, and return the communicator of all ranks.
 
-    If torch.distributed connects several processes and MPI does not, return one over its process
-    group (see `over`). Otherwise, without an MPI library, the process runs alone, after a warning.
+    If torch.distributed connects several processes and MPI does not, return a communicator over
+    its process group (see `over`). Otherwise, if no MPI library is found, the process runs alone,
+    and a warning is logged.
 
     Collective over: none.
 
@@ -96,7 +97,7 @@ def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
     elif rank == 0 and TORCHRUN in os.environ:
         print(
             f"mpikfac: {name}={claimed}, but MPI is not started in the processes of torchrun, and "
-            f"{TORCHRUN} says that it started this one: unset {TORCHRUN} for {claimed} ranks, or "
+            f"{TORCHRUN} is set: unset {TORCHRUN} for {claimed} ranks, or "
             f"{name} for one process",
             file=sys.stderr,
             flush=True,
@@ -165,7 +166,7 @@ def cuda_aware(comm: Comm | None = None) -> bool:
     if isinstance(comm, ProcessGroupComm):
         return comm.direct
     maker = _maker()
-    if maker is None:  # without a GPU, MPI returns true if it can load a driver
+    if maker is None:  # without a GPU, the query is true if MPI can load a driver
         return False
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}

@@ -28,7 +28,7 @@ LAUNCHERS = (
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """The environment variable that shows that `torchrun` started the process."""
 
-THREADS = 3  # THREAD_MULTIPLE, as a process group is used by several threads
+THREADS = 3  # THREAD_MULTIPLE: several threads can use a process group
 
 
 class _Done:
@@ -110,8 +110,8 @@ def _alone() -> Any:
 class _OnDemand:
     """The names of `mpi4py.MPI`; the first use of any of them imports it and starts MPI.
 
-    Under `torchrun`, and in a worker process that torch.distributed connects, MPI is not started,
-    unless the program has done so: each process would become a separate MPI job.
+    Under `torchrun`, and in a worker process that torch.distributed connects, MPI is not started
+    unless the program has already done so: each process would become a separate MPI job.
 
     Attributes:
         missing: why no MPI library could be loaded; "" if one was, or was not needed.

@@ -1,4 +1,4 @@
-"""Use a process group of torch.distributed as a communicator, with the methods used for messages.
+"""Wrap a process group of torch.distributed as a communicator with the methods used for messages.
 
 Buffers in host memory need gloo. Device buffers are sent by the group's backend for the device if
 it is not gloo; this has not been tested with NCCL.
@@ -95,7 +95,7 @@ class Meeting(NamedTuple):
         return self.add(0)
 
     def add(self, arrived: int) -> bool:
-        """Count ranks that have arrived, and return whether these are all."""
+        """Add to the number of ranks that have arrived, and return whether all have."""
         try:
             return bool(self.store.add(self.key, arrived) >= self.size)
         except RuntimeError:  # the process that hosts the store has left the meeting
@@ -197,7 +197,7 @@ class ProcessGroupComm:
     # -- communicators ---------------------------------------------------------------------------
 
     def _of(self, members: Sequence[int], name: str, sides: Sequence[int] = ()) -> ProcessGroupComm:
-        """Return a communicator of some members; communicators of the same ones share a group.
+        """Return a communicator of some members; those of the same members share a group.
 
         Collective over: members.
         """
@@ -214,7 +214,7 @@ class ProcessGroupComm:
         return GroupKind(ranks, distributed.get_backend_config(self._group), options._timeout)
 
     def Split(self, color: int = 0, key: int = 0) -> ProcessGroupComm:
-        """Return the communicator of the ranks that pass the same color; keys must ascend."""
+        """Return the communicator of the ranks with the same color; keys must ascend with rank."""
         chosen = self.allgather((color, key))
         members = [member for member, (other, _) in enumerate(chosen) if other == color]
         return self._of(sorted(members, key=lambda member: chosen[member][1]), "split")
@@ -399,7 +399,7 @@ class Groups:
         shared: the groups that all communicators of the same ranks share, except those that `Dup`
             returned; these ranks call collectives in the same order.
         free: the groups that `Free` has returned, to be used by the next `Dup`.
-        created: the number of groups so far, by ranks.
+        created: the number of groups created so far, by ranks.
         meetings: the number of `Ibarrier`s so far, by group.
     """
 

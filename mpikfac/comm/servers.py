@@ -1,7 +1,7 @@
 """Connect clients, which compute updates, with servers, which store the weights.
 
-A client sends a request to a server and waits for the answer. A server answers in order of arrival.
-Tensors are sent in non-blocking messages.
+A client sends a request to a server and waits for the answer. A server answers requests in order
+of arrival. Tensors are sent in non-blocking messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attach what a method adds to a trainer's steps, without branches in the step.
+"""Attach the parts that a method adds to a trainer's steps, without branches in the step.
 
 A method's type creates its part of the trainer, and imports the part's module only when a run uses
 the method, so the step does not depend on the methods in `lab`.
@@ -17,7 +17,7 @@ from mpikfac.engine.site import Site
 
 
 class OneModel(Part):
-    """The base class of exchanges; here, all ranks train one model, and only reductions are sent.
+    """Base class for exchanges; it adds no messages to the reductions: all ranks train one model.
 
     Subclasses override the hooks of a step: `begin_step`, `before_update` (not called in steps that
     ranks skip) and `end_step`.
@@ -74,7 +74,7 @@ class OneModel(Part):
         """
 
     def shared(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the rank's part of the state; items that differ between ranks name the rank."""
+        """Return the rank's part of the state; names of per-rank items contain the rank."""
         return state
 
     def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

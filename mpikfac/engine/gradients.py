@@ -18,7 +18,7 @@ from mpikfac.plan import Plan, RankPlan, check_count, names, stages
 
 
 def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
-    """Return the views in which sums become means.
+    """Return the views of the arena that receive means over ranks instead of sums.
 
     A robust rule's vectors stay undivided, and so do gradients that `fully_shard` has averaged.
     """
@@ -43,8 +43,8 @@ class Gradients:
         shortened: the factor by which `max_norm` scales the gradients of the step, `[]`; 1.0
             without a bound.
         weight: the rank's weight in averages; its mean over ranks is 1.
-        weight_of_statistics: the weight of the rank's statistics, in addition to their numbers of
-            examples.
+        weight_of_statistics: the weight of the rank's statistics, applied in addition to their
+            numbers of examples.
         counts: the batch counts of normalisation layers, for batches in parts.
     """
 
@@ -61,15 +61,15 @@ class Gradients:
         self.broken: Collection[str] = ()
         self.shortened: Tensor | float = 1.0
         self.weight = self.weight_of_statistics = 1.0
-        # The reader keeps this sender, because extensions never replace one that is early or in
-        # parts.
+        # The reader keeps this sender, because extensions never replace a sender that is early or
+        # accepts parts.
         messages = {None: stages.reduce_gradients(site.plan)}
         means = divided_by_ranks(self.arena, site.plan)
         self.sender = site.sender(names.REDUCE_GRADIENTS, self.arena, messages, 0, means)
         self.statistics = [block for block in uncovered if isinstance(block, Statistic)]
         self.counts = Counts(self.statistics if self.sender.in_parts else [])
         self.reader = self._reader_of(model)
-        # A weak reference, as above: otherwise, the model would keep a deleted trainer's arena.
+        # A weak reference; otherwise, the model would keep a deleted trainer's arena alive.
         self._hooks = [model.register_load_state_dict_post_hook(Hook(self._on_load, ref(self)))]
         finalize(self, remove, self._hooks)
         self.keep()
@@ -88,7 +88,7 @@ class Gradients:
     # -- local gradients -------------------------------------------------------------------------
 
     def look(self, values: object) -> bool:
-        """Vote on a change to the model, and on `values`, which must be equal on all ranks.
+        """Record in the votes any change to the model, and `values`, which must agree on all ranks.
 
         New parameters are not updated in this step.
 
@@ -107,7 +107,7 @@ class Gradients:
         return changed
 
     def look_at_parts(self, values: object) -> None:
-        """Vote again, in all accumulated parts, with values that only the step knows."""
+        """Update the votes of all accumulated parts with values that only the step knows."""
         self.votes.mark(values, self.trained.changed())
         votes = self.sender.accumulated[..., self.arena.span(self.votes.name)]
         self.votes.counted(votes).copy_(self.votes.counted(self.votes.tensor))
@@ -137,8 +137,8 @@ class Gradients:
         """Weight the rank's contributions by the number of examples in its mean loss.
 
         Args:
-            seen: the number of examples in the rank's statistics, which from now on have the same
-                weights as the gradients; their sum over ranks does not change.
+            seen: the number of examples in the rank's statistics, which are from now on weighted
+                like the gradients; the total number over ranks does not change.
 
         Collective over: world.
 
@@ -199,12 +199,12 @@ class Gradients:
         return not not_finite({b.name: self.arena[b.name] for b in self.blocks if b.parameters})
 
     def check(self, step: int) -> None:
-        """Find the `broken` blocks without a message, because one rank's NaN makes the sum NaN.
+        """Find the `broken` blocks; no message is needed, as NaN on one rank makes the sum NaN.
 
         The host reads all flags of the step, and the votes if this rank has their means.
 
         Raises:
-            UserError: a gradient was not finite for too many steps in a row.
+            UserError: a gradient was not finite in too many consecutive steps.
         """
         self.broken, self.shortened = (), 1.0
         numbers = [self.arena.flat.sum(0, keepdim=True)]

@@ -184,7 +184,7 @@ class MethodFactory:
         return Method(gradients)
 
     def exchange(self, site: Site, gradients: Gradients) -> OneModel:
-        """Return what ranks exchange in addition to reductions."""
+        """Return the object for exchanges other than reductions."""
         return exchange_of(site, gradients)
 
     def update(self, gradients: Gradients, exchange: OneModel) -> Everyone:

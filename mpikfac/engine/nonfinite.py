@@ -1,6 +1,6 @@
 """Count and report non-finite values, and warn about settings that are probably unintended.
 
-On a GPU, the flags that tell whether values are finite stay on the device until the host has to
+On a GPU, the flags that show whether values are finite stay on the device until the host has to
 wait for it anyway.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from mpikfac.errors import UserError
 from mpikfac.layers import Layer, skipping
 
-LEAST_DAMPING = 1e-8  # a smaller one causes a warning in float32
+LEAST_DAMPING = 1e-8  # a smaller damping causes a warning in float32
 TOLERATED = 3  # the number of times in a row that a value can be non-finite before the run ends
 
 log = logging.getLogger("mpikfac")
@@ -47,11 +47,11 @@ class Nonfinite:
         instead: str,
         tried: Collection[str] | None = None,
     ) -> None:
-        """Record that `names` were not finite at `step`, but all others in `tried` were.
+        """Record that `names` were not finite in this step, but all others in `tried` were.
 
         Args:
             instead: the consequence, for the log.
-            tried: the names of this kind that were computed at `step`; None for all.
+            tried: the names of this kind that were computed in this step; None for all.
 
         Raises:
             UserError: a value was not finite more than `TOLERATED` times in a row.

@@ -92,7 +92,7 @@ class Part:
         return {item.name for item in self.items()}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items to load from a state with `names`, with values of the expected kind."""
+        """Return the items to load from a state with `names`, with values of the expected form."""
         return _saved(self.in_state(names))
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
@@ -106,7 +106,7 @@ class Part:
             tensor.copy_(state[name])
 
     def take_over(self, before: Any) -> set[str]:
-        """Copy the tensors whose name and shape are unchanged from the part that existed before.
+        """Copy the tensors whose name and shape are unchanged from the previous part.
 
         Returns:
             The names of the items that were copied on this rank.

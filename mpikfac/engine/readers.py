@@ -81,7 +81,7 @@ class Reader:
         return slot.block.gradients_from(slot.parts)
 
     def publish(self) -> None:
-        """Send what was written to the ranks whose optimizers step it.
+        """Send the written directions to the ranks whose optimizers use them.
 
         Collective over: world if the model is sharded, otherwise none.
         """

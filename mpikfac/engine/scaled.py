@@ -44,7 +44,7 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
 def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
     """Average gradients of a scaled loss; return whether the gradients of all ranks are finite.
 
-    A rank whose gradients have NaN or infinity, or for which `finite` is False, sends only NaN,
+    A rank whose gradients contain NaN or infinity, or for which `finite` is False, sends only NaN,
     which every rank that receives a part of the sum detects; ranks without a part are notified. The
     scaler gets the same result on all ranks, or one result per rank if ranks update replicas of the
     model.

@@ -2,7 +2,7 @@
 
 Each rank holds some rows of every parameter and of its gradient, which `fully_shard` has already
 averaged. The owner of a layer computes the direction of the whole layer. Two all-to-alls per step
-carry the rows, and with the rows of each parameter one number: the norm of the rank's rows of the
+carry the rows and, with the rows of each parameter, one number: the norm of the rank's rows of the
 weights on the way to the owner, and 1 on the way back, or 0 if the parameter is not to be stepped.
 """
 
@@ -90,7 +90,7 @@ class ShardReader(Reader):
         return [each.parameter for each in self._held]
 
     def begin_step(self) -> None:
-        """Return to shards: after a pass without a backward pass, the model has whole weights.
+        """Reshard the model, which has whole weights after a forward pass without a backward pass.
 
         Raises:
             ValueError: the gradients are not means over all ranks.
@@ -129,19 +129,19 @@ class ShardReader(Reader):
         copy_all(copies)
 
     def _by_parameter(self, pieces: Sequence[Tensor]) -> tuple[list[list[Tensor]], ...]:
-        """Return all shards' rows and their numbers, for each of the rank's own parameters."""
+        """Return the rows and the number from every shard, for each parameter of this owner."""
         count = 2 * len(self._owned)
         rows = [list(pieces[place::count]) for place in range(0, count, 2)]
         return rows, [list(pieces[place::count]) for place in range(1, count, 2)]
 
     def weights(self, layer: Layer) -> list[Tensor]:
-        """Return the norms of all ranks' shards, whose norm is that of each weight."""
+        """Return, for each weight, the norms of its shards; their norm is that of the weight."""
         return [self._norms[id(parameter)] for parameter in layer.parameters]
 
     # -- directions to shards --------------------------------------------------------------------
 
     def write(self, slot: Slot) -> Copies:
-        """Return the copies that store directions until `publish`, in the order of the weights."""
+        """Return the copies that store directions, arranged like the weights, until `publish`."""
         if not slot.block.parameters:
             yield from super().write(slot)
         for parameter, part in zip(slot.block.parameters, slot.parts):
@@ -171,7 +171,7 @@ class ShardReader(Reader):
             gradient.copy_(rows.view(gradient.shape))
 
     def _for_rank(self, rank: int) -> Iterator[Tensor]:
-        """Yield the rank's rows of each of this rank's directions, with whether to step them."""
+        """Yield `rank`'s rows of each direction that this rank owns, and 1, or 0 to skip it."""
         like, shards = self.sender.arena.flat, self._site.plan.sharding.shards
         for each in self._owned:
             elements = each.planned.elements

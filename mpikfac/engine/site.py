@@ -47,7 +47,7 @@ class Site:
         urgency: int,
         divided: Sequence[Tensor] = (),
     ) -> Sender:
-        """Return the sender of an arena that the strategy selects.
+        """Return the sender that the strategy selects for an arena.
 
         Collective over: world, if reductions are overlapped.
 

@@ -1,4 +1,4 @@
-"""Clip and update the model: each rank updates all of it, or each owner its own blocks."""
+"""Clip and update the model: each rank updates all of it, or each owner updates its blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpikfac.plan import lay_out, names, stages
 
 
 class Everyone:
-    """The base class: every rank has all averaged gradients, and updates all blocks.
+    """Base class for updates: every rank has all averaged gradients, and updates all blocks.
 
     Attributes:
         writes: detects weights that the program changes between steps, if the next step would
@@ -77,11 +77,11 @@ class Everyone:
         gradients.take_votes()
 
     def _publish_votes(self) -> None:
-        """Send the votes to ranks that lack their sum; here, all ranks have it."""
+        """Send the votes to ranks that lack their sum; in the base class, all ranks have it."""
 
 
 class ByOwners(Everyone):
-    """The base class of updates in which only a block's updater has its averaged gradient."""
+    """Base class for updates in which only a block's updater has its averaged gradient."""
 
     def _square(self) -> Tensor:
         square = super()._square()
@@ -138,7 +138,7 @@ class Owners(ByOwners):
         try:
             super().step(optimizer)
             self._publish()
-        finally:  # even an interrupted step has written these weights itself
+        finally:  # weights written by an interrupted step are not the program's
             if self.writes is not None:
                 self.writes.note()
 

@@ -352,7 +352,7 @@ def test_a_packed_file_is_complete_or_absent(tmp_path, capsys):
     out.write_text("mine")
     assert pack.main([str(path), str(out)]) == 2
     assert out.read_text() == "mine"
-    with pytest.raises(ValueError, match=r"out.h5 is not an HDF5 file of mpikfac"):
+    with pytest.raises(ValueError, match=r"out.h5 is not an HDF5 file written by mpikfac"):
         datasets.load("packed", str(out))
     mpikfac.checkpoint.write_shard(out, {"images": torch.zeros(3000, dtype=torch.uint8)})
     with pytest.raises(ValueError, match=r"out.h5 was not written by mpikfac pack: it lacks"):

@@ -238,7 +238,7 @@ def test_an_outbox_that_others_leave_alone_is_closed_with_an_error(line, monkeyp
     box.put(0, 0, line.pieces("first", 1))
     box.put(1, 0, line.pieces("second", 1))
     threading.Timer(0.1, line.let_through, [1]).start()
-    with pytest.raises(UserError, match="other ranks do not send the messages"):
+    with pytest.raises(UserError, match="other ranks do not take part in the messages"):
         box.close()
     assert line.arrived == ["first"]
     others.add(1)
@@ -250,5 +250,5 @@ def test_an_outbox_that_others_leave_alone_is_closed_with_an_error(line, monkeyp
 def test_nothing_can_be_put_into_a_closed_outbox(line, outbox):
     """Oracle: the error; without the error nobody would send the awaited message."""
     outbox.close()
-    with pytest.raises(RuntimeError, match=r"comes after close\(\); take no steps after it"):
+    with pytest.raises(RuntimeError, match=r"comes after close\(\); take no steps after close\(\)"):
         outbox.put(0, 0, line.pieces("late", 1))

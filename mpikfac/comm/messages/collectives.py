@@ -133,7 +133,7 @@ PRIMITIVES = {
 }
 """The functions that execute a message, by the name of its primitive in the plan."""
 SUMS = ("Allreduce", "Reduce", "Reduce_scatter")
-"""Primitives in which MPI itself reduces, including values compressed to bfloat16."""
+"""Primitives in which MPI itself reduces values, including those compressed to bfloat16."""
 COPIES = ("Allgatherv", "Bcast", PASSED)
 """Primitives that copy values of any dtype."""
 

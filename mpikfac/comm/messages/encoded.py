@@ -18,7 +18,7 @@ from mpikfac.numerics import encode
 from mpikfac.plan import IN_SHARDS, IN_TWO_SUMS, Codec, Message, shard_length
 
 Span = tuple[int, int]
-LATER, LAST = "later", "last"  # parts of keys in the memory, in addition to the stage
+LATER, LAST = "later", "last"  # parts of the memory's keys, besides the stage
 
 
 class Encoded:

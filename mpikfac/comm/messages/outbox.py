@@ -80,7 +80,9 @@ class Outbox:
         letter = Letter(urgency, list(pieces), len(pieces))
         with self._changed:
             if self._closed:
-                raise RuntimeError(f"message {number} comes after close(); take no steps after it")
+                raise RuntimeError(
+                    f"message {number} comes after close(); take no steps after close()"
+                )
             if number in self._letters:
                 raise ValueError(f"message {number} is already being sent")
             self._letters[number] = letter
@@ -89,7 +91,7 @@ class Outbox:
             self._changed.notify_all()
 
     def wait(self, number: int) -> None:
-        """Wait until message `number`, which was put before, has been sent by this rank.
+        """Wait until this rank has sent message `number`, which was passed to `put` before.
 
         Raises:
             Exception: the error that ended the thread.
@@ -102,7 +104,7 @@ class Outbox:
             del self._letters[number]
 
     def flush(self) -> None:
-        """Wait until this rank has sent all messages that were put so far."""
+        """Wait until this rank has sent all messages passed to `put` so far."""
         with self._changed:
             letters = list(self._letters.values())
         for letter in letters:
@@ -112,8 +114,8 @@ class Outbox:
         """End the thread once all messages are sent.
 
         Raises:
-            UserError: other ranks never send one of this rank's messages, for example after an
-                error on one of them.
+            UserError: other ranks do not take part in one of this rank's messages, for example
+                after an error on one of them.
         """
         with self._changed:
             self._closed = True
@@ -123,9 +125,9 @@ class Outbox:
             self._thread.join(PATIENCE)
             if self._thread.is_alive() and left == self._left():
                 raise UserError(
-                    f"close() has waited for {PATIENCE:g} s: other ranks do not send the messages "
-                    f"of this rank's last backward pass; run the same passes on all ranks, and end "
-                    f"the job after an error on one of them"
+                    f"close() has waited for {PATIENCE:g} s: other ranks do not take part in the "
+                    f"messages of this rank's last backward pass; run the same passes on all "
+                    f"ranks, and end the job after an error on one of them"
                 )
 
     def _left(self) -> int:

@@ -95,7 +95,7 @@ class ProgressThread:
         comm: a communicator of all ranks, used only by this thread.
 
     Raises:
-        ValueError: MPI does not allow threads to call MPI.
+        ValueError: MPI does not support calls from several threads.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ProgressThread:
     ) -> None:
         """Start the thread; the arenas are on `device`, and `kept` is the state of the encoding."""
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise ValueError("overlap=True needs an MPI that threads can call (THREAD_MULTIPLE)")
+            raise ValueError("overlap=True needs an MPI library that supports THREAD_MULTIPLE")
         self.comm = world.Dup()
         self._patient = cast(MPI.Intracomm, Patient(self.comm))  # has the collectives needed here
         self._trace = trace
@@ -143,7 +143,7 @@ class ProgressThread:
         Collective over: world.
 
         Raises:
-            UserError: other ranks never send one of this rank's messages.
+            UserError: other ranks do not take part in one of this rank's messages.
         """
         self._outbox.close()
 

@@ -1,4 +1,4 @@
-"""Call collectives from a thread that sleeps, while another thread computes.
+"""Call collectives from a thread that sleeps while it waits, so that another thread can compute.
 
 Open MPI makes progress on non-blocking collectives only inside MPI calls, and a collective has many
 rounds, each of which waits for the next check. A check takes a few microseconds; a thread that
@@ -14,7 +14,7 @@ import numpy as np
 
 from mpikfac.comm.mpi import MPI
 
-LONGEST = 2e-4  # seconds between two checks
+LONGEST = 2e-4  # maximum seconds between two checks
 
 
 class Patient:
@@ -29,11 +29,11 @@ class Patient:
         self.rank, self.size = comm.rank, comm.size
 
     def Allreduce(self, sent: Any, received: Any, op: MPI.Op | None = None) -> None:
-        """Reduce to all members.
+        """All-reduce; for an in-place reduction, the buffer is copied first.
 
-        For an in-place reduction, Open MPI uses a tree, whose root sends the values log2(size)
-        times. With separate buffers of at least 64 KiB, each member reduces an equal shard,
-        and no member sends more than twice the size of the buffer.
+        In place, Open MPI would use a tree, whose root sends the values log2(size) times. With
+        separate buffers of at least 64 KiB, each member reduces an equal shard, and no member
+        sends more than twice the size of the buffer.
         """
         if sent is MPI.IN_PLACE:
             sent = np.asarray(received).copy()
@@ -57,7 +57,7 @@ class Patient:
 
 
 def sleep_until(done: MPI.Request) -> None:
-    """Wait for a request, pausing for 1/16 of the time waited so far, or at most `LONGEST`."""
+    """Wait for a request; pause for 1/16 of the time waited so far, but at most `LONGEST`."""
     start = time.perf_counter()
     while not done.Test():
         time.sleep(min((time.perf_counter() - start) / 16, LONGEST))

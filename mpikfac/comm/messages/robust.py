@@ -27,7 +27,7 @@ class Combiner:
         self.rules: dict[str, ByVector] = {}
 
     def prepare(self, dealt: Iterable[Message], rank: int, dtype: torch.dtype) -> None:
-        """Initialise the rules that need whole vectors; `dealt` are their messages."""
+        """Initialise the rules that need whole vectors; `dealt` are the messages with shards."""
         for message in dealt:
             rule, ranks = message.rule, len(message.spans)
             assert isinstance(rule, Aggregation)

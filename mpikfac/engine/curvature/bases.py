@@ -106,7 +106,7 @@ class Bases(Part):
         return Held(a, g, denominators, scales)
 
     def _side(self, layers: Sequence[PlannedLayer], side: str, kind: str) -> list[Tensor]:
-        """Return every factor's block of a kind, for a side; equal layers' blocks as one stack."""
+        """Return a side's blocks of a kind, one per factor; blocks of equal layers form a stack."""
         of_layers = [
             [b.name for f in layer.side(side) for b in f.blocks if b.kind == kind]
             for layer in layers
@@ -263,7 +263,7 @@ class Bases(Part):
     def complete(self, names: Collection[str]) -> set[str]:
         """Return the names that a state with `names` must have to be complete."""
         complete = super().complete(names)
-        if complete and DUE in names:  # all blocks of the slot, also kept ones
+        if complete and DUE in names:  # all blocks of the slot, including kept ones
             turns = {DECOMPOSITIONS + b.name: f.turn for f in self.plan.factors for b in f.blocks}
             begun = {turns[name] for name in names if name in turns}
             turn = begun.pop() if len(begun) == 1 else None
@@ -271,7 +271,7 @@ class Bases(Part):
         return complete
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items to load from a state with `names`, with values of the expected kind."""
+        """Return the items to load from a state with `names`, with values of the expected form."""
         if PRECONDITIONER not in names:
             return {}
         needed = super().needed(names)

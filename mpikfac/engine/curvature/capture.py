@@ -23,7 +23,7 @@ log = logging.getLogger("mpikfac")
 
 
 class Captured:
-    """Record a region in the second of two steps with the same key, and replay it afterwards.
+    """Record a region in the second of two consecutive steps with the same key; then replay it.
 
     Other steps run the region itself: the first step with a key also initialises libraries, which
     is impossible while recording.

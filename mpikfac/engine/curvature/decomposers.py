@@ -153,7 +153,7 @@ class AtOnce:
     def _in_stacks(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]
     ) -> tuple[Blocks, set[str]]:
-        """Decompose on a GPU, with one call per order; return the blocks and the finite factors."""
+        """Decompose on a GPU, one call per order; return the blocks and sound factors' names."""
         if self.site.device.type == "cpu":
             return {}, set()
         blocks: Blocks = {}
@@ -175,7 +175,7 @@ class AtOnce:
 
 
 class InBackground(AtOnce):
-    """Decompose in a thread of the rank during the steps, except for the first time."""
+    """Decompose in a thread of the rank during the steps, except the first time."""
 
     def __init__(self, site: Site, arena: Arena, factor_of: Mapping[str, str]) -> None:
         super().__init__(site, arena, factor_of)
@@ -218,7 +218,7 @@ class Background:
 
 
 class FactorStack(NamedTuple):
-    """Factors with the same preconditioner and order, for a single call; one factor on a CPU.
+    """Factors of one preconditioner and order, decomposed in one call; on a CPU, a single factor.
 
     Attributes:
         packed: the factors, `[factors, ...]`, in the dtype in which they are decomposed.

@@ -164,11 +164,11 @@ class Directions(Part):
                 item.tensor.zero_()
 
     def items(self) -> Iterable[Item]:
-        """Return the averages and momenta that lengths depend on."""
+        """Return the averages and momenta on which lengths depend."""
         return self.graft.items()
 
     def marks(self) -> dict[str, Any]:
-        """Return the damping if it is adapted, and what the first batch showed about the budget."""
+        """Return the damping if it is adapted, and the first batch's sizes for the budget."""
         adapted, seen = self.settings.damping.adapted, self.settings.budget.text()
         return ({DAMPING: adapted.damping} if adapted else {}) | ({SEEN: seen} if seen else {})
 
@@ -178,7 +178,7 @@ class Directions(Part):
         return [item for item in self.items() if item.name.partition("/")[0] in kinds]
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items to load from a state with `names`, with values of the expected kind."""
+        """Return the items to load from a state with `names`, with values of the expected form."""
         marks = {name: value for name, value in self.marks().items() if name in names}
         return super().needed(names) | marks
 

@@ -448,7 +448,7 @@ class PreconditionerFactory(MethodFactory):
 
 
 def report_cost(settings: Settings, layers: Sequence[PlannedLayer]) -> None:
-    """Log what a step costs; warn if that is more than twice a first-order step."""
+    """Log what a step costs; warn if that is more than twice the cost of a first-order step."""
     budget, shapes = settings.budget, {layer.name: layer.shape for layer in layers}
     times, line = cost(
         budget.operations, shapes, settings.factor_update_steps, settings.inv_update_steps

@@ -143,7 +143,7 @@ class Factors(Part):
         return name if self.averages.flat.is_cpu else self.averages[name].shape
 
     def _stacks_of(self, names: Sequence[str], weights: Tensor) -> Iterator[Running]:
-        """Yield running averages of the same form, as a stack if contiguous, else one by one."""
+        """Yield running averages of the same form, as a stack if contiguous, or one by one."""
         total, average = self.statistics.stack(names), self.averages.stack(names)
         count = self.statistics.stack([self._factors[name].counted for name in names])
         if total is None or count is None or average is None:
@@ -241,7 +241,7 @@ class Factors(Part):
         leave_out_broken(self.statistics.flat, running, self.site.flags, report)
 
     def _answers_for(self, factor: Factor) -> bool:
-        """Return whether this rank counts the times that a factor is not finite."""
+        """Return whether this rank counts how often a factor is not finite."""
         return factor.owner == self.plan.rank
 
     def _merge(self, decay: float) -> None:

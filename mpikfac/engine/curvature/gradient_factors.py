@@ -1,6 +1,6 @@
 """Factors of the averaged gradient, which their owners compute without hooks or messages.
 
-A, also called R, is the running mean of `X' X`, and G, also called L, that of `Y Y'`. The
+A, also called R, is the running mean of `X' X`, and G, also called L, is that of `Y Y'`. The
 preconditioner computes X and Y from the averaged gradient `[outputs, inputs]`; see
 `Preconditioner.squared`. All later stages are the same as in K-FAC.
 """
@@ -28,14 +28,14 @@ from mpikfac.settings import Numbers
 class GradientFactors(Factors):
     """Running averages of the factors that this rank decomposes.
 
-    A batch is counted as one example: the weight of an average is `1 - decay^n` after n batches, so
-    that averages are unbiased from the first batch on.
+    A batch counts as one example: the weight of an average is `1 - decay^n` after n batches, so
+    averages are unbiased from the first batch on.
     """
 
     MARK = LEARNED
 
     def take(self, gradients: Gradients, bases: Bases, decay: float) -> None:
-        """Merge the averaged gradients into the averages, except those that are not finite.
+        """Update the averages with the averaged gradients, except those that are not finite.
 
         Collective over: none.
         """

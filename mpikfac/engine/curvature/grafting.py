@@ -58,7 +58,7 @@ class Stack:
 
 
 class Graft:
-    """The base class of grafts, which keeps the lengths of preconditioned gradients.
+    """Base class for grafts; it keeps the lengths of preconditioned gradients.
 
     Attributes:
         stacks: the layers that this rank preconditions.
@@ -210,7 +210,7 @@ class AdamGraft(Graft):
         self._adam.count(self.gradients.broken)
 
     def key(self) -> Hashable:
-        """Return divisors of averages, addresses of weights, and the optimizer's parameters."""
+        """Return divisors of averages, addresses of weights, and which parameters are stepped."""
         own, places = members(self.optimizer), [weight.data_ptr() for weight in self._weights]
         stepped = [slot.block.parameters[0] in own for slot in self.uncovered]
         return self._adam.even, *places, *stepped
@@ -247,7 +247,7 @@ class AdamGraft(Graft):
         copy_all((s.parts[0], step) for s, step in pairs if s.block.parameters[0] in own)
 
     def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the directions for each stack, with any length.
+        """Return the directions for each stack; `write` sets their lengths.
 
         Args:
             found: the preconditioned gradients, for each stack.

@@ -64,7 +64,8 @@ def damping_added(
 ) -> dict[str, Tensor]:
     """Return the damping that is part of factors' decompositions, `[]` or `[groups]`, by name.
 
-    `warn` is called with the layers of factors for which `eps` times the trace is large.
+    `warn` is called with the layers of factors for which `eps` times the trace is large relative
+    to the damping.
     """
     sides = [s for d in decompositions for s in ((d.factor,), d.side, d.opposite) if s]
     means = mean_eigenvalues(sides, packed, dtype)

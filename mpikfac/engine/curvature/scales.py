@@ -69,7 +69,7 @@ class Scales(PreconditionerPart):
         self.sums.flat.zero_()
 
     def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
-        """Add the squares of examples' gradients in a call, times `weight`.
+        """Add the squared per-example gradients of a call, times `weight`.
 
         Several calls in a pass are treated as if their gradients were independent.
 
@@ -178,7 +178,7 @@ class Scales(PreconditionerPart):
             self._awaited = set(chain(*self.site.grid.world.allgather(own)))
 
     def _record_all(self) -> None:
-        """Record the layers that have bases from now on."""
+        """From now on, record the layers that have bases."""
         self._recorded = {name for name, scales in self.averages.items() if all_finite(scales)}
 
     def _check(self, step: int) -> None:

@@ -34,7 +34,7 @@ class Comparison:
     """The projections of gradients in the current pass."""
 
     def __init__(self, layers: Iterable[Layer], on: bool) -> None:
-        """Compare the layers of torch's modules and similar ones, if `on`."""
+        """Compare the layers whose types are in `COMPARED`, if `on`."""
         compared = (x for x in layers if type(x) in COMPARED and not x.bias_alone)
         # The gradient of a sharded weight is already the mean over ranks.
         self._layers = {_key(x): x for x in compared if not is_sharded(x.parameters[0])}
@@ -68,7 +68,7 @@ class Comparison:
     @without_autocast
     @torch.no_grad()
     def add(self, layer: Layer, x: Tensor, g: Tensor) -> None:
-        """Add a call of a layer, which multiplied in the dtype of `g`."""
+        """Add a call of a layer that multiplied in the dtype of `g`."""
         if _key(layer) not in self._sums or not g.numel():
             return
         if x.dim() < layer.dimensions:  # one example without a batch dimension

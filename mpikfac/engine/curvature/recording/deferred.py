@@ -30,8 +30,8 @@ class Waiting:
     """One side of a call; inputs and gradients are the program's own tensors, not copies.
 
     Attributes:
-        tensors: what the moment is computed from: either inputs or gradients, or both for other
-            kinds of layers.
+        tensors: the tensors from which the moment is computed: inputs or gradients, or both for
+            layers that are not in `SIDE_BY_SIDE`.
         weight: the weight of the moment in the sums.
         versions: the tensors' versions, by which torch counts in-place changes.
     """

@@ -36,7 +36,7 @@ log = logging.getLogger("mpikfac")
 
 
 class RecordingHooks(Part):
-    """Record those calls of layers that count, in the `moments`.
+    """Record the calls of layers that count toward a batch's statistics.
 
     A call counts if the model is in `train()` mode, recording is not paused, and a backward pass
     computes gradients of parameters from it. Calls that trace or export the model do not count. If
@@ -46,7 +46,7 @@ class RecordingHooks(Part):
 
     Attributes:
         recording: whether passes count.
-        paused: whether forward passes do not belong to the batch.
+        paused: whether forward passes are excluded from the batch.
         passes: the number of forward passes of the model so far.
     """
 
@@ -59,7 +59,7 @@ class RecordingHooks(Part):
         self.passes = 0
         # Whether the next call of a layer begins a pass, because a backward pass came in between.
         self._between = True
-        # The thread of the forward pass whose backward pass runs; others may evaluate the model.
+        # The thread of the forward pass whose backward pass is running; others may use the model.
         self._running: int | None = None
         self._interrupted = False
         self._followed = False  # whether gradients are noted at the end of the backward pass
@@ -93,7 +93,7 @@ class RecordingHooks(Part):
             _remove(self._hooks)
 
     def close(self) -> None:
-        """Remove the hooks for good, so that a later step that updates factors finds no pass."""
+        """Remove the hooks permanently; later steps that update factors find no statistics."""
         self.detach()
         self.recording = self._closed = True
 
@@ -115,7 +115,7 @@ class RecordingHooks(Part):
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Return a context in which forward passes do not belong to the batch."""
+        """Return a context in which forward passes are excluded from the batch."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -202,7 +202,7 @@ class RecordingHooks(Part):
         self._moments.add(layer, x, g, forward_pass, self._turn)
 
     def _follow_gradients(self, layer: Layer) -> None:
-        """Drop passes whose gradients were removed; at the pass's end, note its gradients."""
+        """Drop passes whose gradients were removed; note this pass's gradients at its end."""
         if self._followed:
             return
         self._followed = True

@@ -106,7 +106,7 @@ class Moments(Part):
 
     @property
     def awaits_pass(self) -> bool:
-        """Whether a call waits for another of several passes that replace the loss's pass."""
+        """Whether a call awaits another of the passes that replace the loss's pass."""
         return any(sums.counts.vectors and not sums.complete for sums in self._sums())
 
     @property
@@ -211,7 +211,7 @@ class Moments(Part):
                 factor_sum.add(moment, weights[side.quadratic])
 
     def end_pass(self) -> None:
-        """End a backward pass; here, nothing is left to add."""
+        """End a backward pass; in this class, nothing is left to add."""
 
     # -- a batch ---------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class Moments(Part):
 
 
 def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
-    """Warn about layers that saw different numbers of a batch's examples: `sets`, by number."""
+    """Warn about layers that saw different numbers of a batch's examples; `sets` names them."""
     seen = [
         f"{number} examples by {', '.join(map(repr, names[:3]))}{' ...' * (len(names) > 3)}"
         for number, names in sorted(sets.items())

@@ -1,7 +1,7 @@
 """Call hooks with the outputs of modules before hooks of the program can replace or change them.
 
-Torch calls global hooks before a module's own hooks, and a program can put a hook of a module
-first. If the program has no global hook, no global hook is registered here.
+Torch calls global hooks before a module's own hooks, and a program can register a module's hook to
+be called first. If the program has no global hook, no global hook is registered here.
 """
 
 from __future__ import annotations

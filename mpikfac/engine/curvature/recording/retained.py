@@ -40,7 +40,7 @@ class RetainedGradients:
     def note(self, names: Iterable[str], accumulated: bool) -> None:
         """Record the gradients of layers after a backward pass, whether or not it added to them."""
         gradients = {name: self._gradients(name) for name in names}
-        # `fully_shard` keeps gradients to itself until a pass that reduces them.
+        # `fully_shard` sets `.grad` only after a pass that reduces gradients.
         gradients = {n: g for n, g in gradients.items() if g or not self._is_sharded(n)}
         if not any(gradients.values()):
             self._retained |= {name: Retained([], (), accumulated) for name in gradients}
@@ -59,8 +59,8 @@ class RetainedGradients:
         `torch.autograd.grad`.
 
         Args:
-            accumulating: whether the current pass adds to `.grad`; if so, the program has not kept
-                what `torch.autograd.grad` returned before.
+            accumulating: whether the current pass adds to `.grad`; if so, and `.grad` is still
+                empty, the program has not kept what an earlier `torch.autograd.grad` returned.
         """
         removed = [
             name
@@ -70,10 +70,10 @@ class RetainedGradients:
         return removed + self._also_removed(removed)
 
     def _also_removed(self, removed: Sequence[str]) -> list[str]:
-        """Return sharded layers whose rows on this rank were always 0, and were written now.
+        """Return sharded layers whose rows on this rank were always 0, and have now been written.
 
         Only other ranks can see that the gradient is now 0. This rank, whose rows of the layer were
-        always 0, assumes it if the gradients of other layers have become 0.
+        always 0, assumes so if the gradients of other layers have become 0.
         """
         return [
             name

@@ -45,8 +45,8 @@ class SideSums:
     """The sums for A or for G of a layer.
 
     Attributes:
-        quadratic: whether they are sums of squares of gradients; otherwise, of inputs only.
-        vector: whether they are sums of vectors; otherwise, of their squares.
+        quadratic: whether they are computed from gradients; otherwise, from inputs only.
+        vector: whether they are sums of vectors; otherwise, of second moments.
     """
 
     layer: Layer
