@@ -69,8 +69,8 @@ class Hook(partial[None]):
         """
         raise AttributeError(
             "the model has hooks of mpikfac, which torch.jit.script cannot compile: call the "
-            "trainer's close() before torch.jit.script(model), or script a new model with the "
-            "weights of model.state_dict()"
+            "trainer's close() before torch.jit.script(model), or script a new model that has "
+            "loaded model.state_dict()"
         )
 
 
