@@ -1,4 +1,4 @@
-"""EKFAC: eigenbases with eigenvalues estimated from gradients of examples [George et al. 2018]."""
+"""EKFAC: eigenbases with eigenvalues from per-example gradients [George et al. 2018]."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AS_THEY_ARE = Combination(
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class EKFAC(Eigen):
-    """Eigenbases, with eigenvalues of `G (x) A` estimated from gradients of single examples.
+    """Eigenbases, with eigenvalues of `G (x) A` estimated from per-example gradients.
 
     `mpikfac.engine.Scales` keeps the estimates.
     """

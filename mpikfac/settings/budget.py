@@ -27,7 +27,7 @@ from mpikfac.settings.usual import Intervals
 AT_FIRST = 1.0  # the budget until `SETTLED`
 LEAST_PASSES = 2**27  # multiplications; shorter steps spend most of their time on other things
 LEAST_BLOCK = 128
-WIDE = 1024  # the largest order that is decomposed before the first batch is known
+WIDE = 1024  # factors up to this order are not cut before the first batch is known
 
 
 class Updates(NamedTuple):
@@ -46,9 +46,9 @@ class Budget:
     are the same on all machines, on any number of ranks, and after a restart.
 
     Args:
-        share: the maximum number of operations of statistics and decompositions, averaged over an
-            interval, relative to the operations of the passes; 1 during the first 160 steps. None
-            for no limit.
+        share: the maximum number of operations for statistics and decompositions, averaged over an
+            interval and relative to the operations of the passes; at least 1 during the first 160
+            steps. None for no limit.
         cuts: whether factors can be cut.
 
     Raises:
@@ -74,15 +74,16 @@ class Budget:
     # -- cuts ------------------------------------------------------------------------------------
 
     def cut(self, layer: LayerShape, spatial: bool = False) -> LayerShape:
-        """Return the layer with blocks of at most 128 rows, or half as many as a batch has vectors.
+        """Return the layer with its factors cut into blocks.
 
-        With larger blocks, a direction would cost more than the passes of the layer, and a batch
-        would have too few vectors to estimate them. Layers without vectors in the batch, such as
+        A block has at most 128 rows or, if that is more, half as many as a batch has vectors. With
+        larger blocks, a direction would cost more than the passes of the layer, and a batch would
+        have too few vectors to estimate them. Layers without vectors in the batch, such as
         embeddings, stay whole. Before the first batch, only wide layers without pixels are cut.
 
         Args:
             layer: a layer with whole factors.
-            spatial: whether vectors are patches, of which a batch has many.
+            spatial: whether vectors are patches, of which a batch contains many.
         """
         if not self.cuts:
             return layer
@@ -201,6 +202,6 @@ def cost(
     whole = max(shapes[largest].inputs, shapes[largest].outputs)
     blocks = f", in blocks of at most {max(orders)}" if orders and max(orders) < whole else ""
     return times, (
-        f"K-FAC: {times:.2g} times SGD's operations per step; layer {largest} has "
+        f"K-FAC: {times:.2g} times SGD's operations per step; layer {largest} accounts for "
         f"{added[largest] / total:.0%} of what K-FAC adds (order {whole}{blocks})"
     )

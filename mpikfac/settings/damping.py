@@ -14,7 +14,7 @@ GOOD, POOR = 3 / 4, 1 / 4
 
 @dataclass
 class LevenbergMarquardt:
-    """Lower the damping while the quadratic model predicts well; raise it if it promises too much.
+    """Lower the damping if the quadratic model predicts the loss well; raise it if it does poorly.
 
     Pass it to `KFAC` as `damping`. `KFAC.update_damping` changes the damping every few steps
     [Martens & Grosse 2015, 6.5].

@@ -255,7 +255,7 @@ def test_a_momentum_has_needs(comm):
         kfac.load_state_dict(state)
     problem.run(kfac, comm, [0])
     for other in (mpikfac.KFAC(model, plain, comm), mpikfac.FirstOrderTrainer(model, plain, comm)):
-        with pytest.raises(mpikfac.UserError, match=r"the state has momentum of gradients"):
+        with pytest.raises(mpikfac.UserError, match=r"the state contains gradient momentum"):
             other.load_state_dict(kfac.state_dict())
     for other in (mpikfac.KFAC, mpikfac.FirstOrderTrainer):
         with pytest.raises(

@@ -21,7 +21,7 @@ class ByVector:
     """
 
     def __init__(self, rule: Aggregation, ranks: int, like: Tensor, first: int = 0) -> None:
-        """Start without earlier steps.
+        """Create the initial state.
 
         Args:
             like: a shard of a vector, `[n]`.

@@ -1,4 +1,4 @@
-"""What preconditioners whose factors come from the averaged gradient require."""
+"""The requirements of preconditioners whose factors come from the averaged gradient."""
 
 from __future__ import annotations
 

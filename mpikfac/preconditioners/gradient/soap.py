@@ -40,7 +40,7 @@ class SOAP(Moments):
     see `damped_squares`.
 
     Attributes:
-        dtype: eigenbases are kept, sent and multiplied in this dtype; None for the model's.
+        dtype: the dtype in which eigenbases are kept, sent and multiplied; None for the model's.
     """
 
     name: ClassVar[str] = "soap"
@@ -62,7 +62,7 @@ class SOAP(Moments):
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
-        """Return all eigenvectors, each with 1 for an eigenvalue up to the damping, otherwise 0."""
+        """Return all eigenvectors, and 1 for each eigenvalue up to the damping, 0 for all others."""
         values, vectors = numerics.eigenbasis(factor)
         bounds = numerics.damp(factor.new_zeros(factor.shape), damping).diagonal(dim1=-2, dim2=-1)
         return {"vectors": vectors, "small": (values <= bounds).to(values.dtype)}
