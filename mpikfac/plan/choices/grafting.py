@@ -58,7 +58,7 @@ class Grafting(Choice):
         """Return the grafting with the given momentum of the gradients.
 
         Raises:
-            ValueError: the grafting has no momentum, or the value is out of bounds.
+            ValueError: the grafting does not support momentum, or the value is out of bounds.
         """
         if "momentum" in self.__dataclass_fields__:
             return replace(self, momentum=momentum)  # type: ignore[call-arg]
@@ -80,7 +80,7 @@ class Grafting(Choice):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NoGrafting(Grafting):
-    """Keep the length that preconditioning gives."""
+    """Keep the length of the preconditioned gradient."""
 
     name: ClassVar[str] = "none"
     prescribes: ClassVar[bool] = False
@@ -161,9 +161,9 @@ class Clip(Choice):
     shorten steps.
 
     Attributes:
-        of_step: whether the bound is on the step, which includes the learning rate, and not on the
-            direction.
-        of_norm: whether the norm is the Euclidean norm and not the Fisher norm.
+        of_step: whether the bound is on the step, which includes the learning rate, rather than on
+            the direction.
+        of_norm: whether the norm is the Euclidean norm rather than the Fisher norm.
         squared: whether the bound is on the square of the norm.
     """
 

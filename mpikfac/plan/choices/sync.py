@@ -57,10 +57,10 @@ class Synchronization(Choice):
         return 0
 
     def check_aggregations(self) -> None:
-        """Check that each rule can aggregate what it is used for.
+        """Check that each rule can aggregate the values for which it is used.
 
         Raises:
-            ValueError: a rule cannot aggregate it.
+            ValueError: a rule cannot aggregate them.
         """
         given = {"aggregation": "vectors", "factor_aggregation": "factors"}
         for name, what in given.items():

@@ -1,8 +1,8 @@
 """Messages in two levels: within nodes, and between nodes.
 
-The ranks of a node sum what leaves the node before it is sent, and distribute what arrives.
-The members of a team are numbered node by node, with the same number on every node. The members on
-a node form a team, and so do the members at the same position on their nodes. A collective of the
+The ranks of a node sum values before they leave the node, and distribute values that arrive. The
+members of a team are numbered node by node, with equally many on each node. The members on a node
+form a team, and so do the members at the same position on their nodes. A collective of the
 whole team becomes a few collectives of these smaller teams, so the plan, not MPI, determines what
 crosses the network. Encoded messages are encoded only between nodes.
 """

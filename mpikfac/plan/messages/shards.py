@@ -1,10 +1,10 @@
-"""Reductions to owners and gathers from owners that pass through equal shards of all members.
+"""Reductions to owners and gathers from owners that pass through equal shards on all members.
 
 The cost of a collective with unequal parts depends on MPI's algorithm: in a ring of many ranks,
-every round takes as long as the largest part. A reduction to owners is therefore a reduction to
-equal shards, whose members pass the values on to the owners; a gather begins with owners that pass
-values to equal shards. In two levels, shards are ordered by position, so each level needs a single
-collective.
+every round takes as long as the largest part. A reduction to owners therefore first reduces equal
+shards to all members, which then pass the values on to the owners. In a gather, the owners first
+pass their values on to equal shards. In two levels, shards are ordered by position, so each level
+needs a single collective.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def passed(
 ) -> tuple[Passed, ...]:
     """Return what members send to each other when `spans` become `to`, in the order of elements.
 
-    Both list the parts of all members and cover the same elements; elements that stay are left out.
+    Both list the parts of all members and cover the same elements. Elements that stay on the same
+    member are left out.
     """
     sources, targets = _in_order(spans), _in_order(to)
     moves: list[Passed] = []
