@@ -87,7 +87,7 @@ def _cost(tp_plan: TensorParallelPlan, ranks: int, machine: Machine | None, item
 
 
 def _seconds(message: Message, plan: Plan, machine: Machine) -> float:
-    """Return the time of a message, without latency if it is for gradients, which share messages."""
+    """Return the time of a message; for gradients, which share messages, without the latency."""
     seconds = message_seconds(message, plan, 0, machine)
     if message.stage != names.REDUCE_GRADIENTS:
         return seconds
