@@ -47,9 +47,9 @@ class Coverage:
         rule: a function that maps the shape of a layer with full factors to the shape to use, for
             example with only diagonals, only blocks or only one side; it can also set how positions
             that share a weight are counted, and a preconditioner for this layer.
-        own_examples: names of modules, including all modules inside them, whose inputs have, as
-            their first dimension, not the batch but any number of examples of their own, such as
-            boxes in images. K-FAC uses these as the layer's examples and does not warn about their
+        own_examples: names of modules, including all modules inside them, for which the first
+            dimension of the input is not the batch but any number of other examples, such as boxes
+            in images. K-FAC uses these as the layer's examples and does not warn about their
             number. The loss must be a mean over them.
         part_of_batch: names of modules, including all modules inside them, whose calls receive only
             a part of the batch, such as experts, early exits or layers applied to masked tokens.
@@ -155,8 +155,8 @@ def _ruled(rule: Rule, shape: LayerShape) -> LayerShape:
     """Return a layer's shape after applying the rule.
 
     Raises:
-        ValueError: the rule changes the layer's name, sizes or groups, or enables a side or
-            per-example eigenvalues that the layer does not support.
+        ValueError: the rule changes the layer's name, sizes or groups, or sets `sides` or
+            `rescaled` to a value that the layer does not support.
     """
     ruled = rule(shape)
     same = ("name", "inputs", "outputs", "groups")

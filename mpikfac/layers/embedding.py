@@ -1,4 +1,4 @@
-"""Describe embeddings as matrices: inputs are unit vectors, so A is diagonal (frequencies)."""
+"""Describe embeddings as matrices: inputs are unit vectors, so A is a diagonal matrix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EmbeddingLayer(Layer):
         super().__init__(name, module)
 
     def whole_shape(self) -> LayerShape:
-        """Return the shape, with frequencies as a diagonal A, and G of order `embedding_dim`.
+        """Return the shape: A is a diagonal of frequencies, and G has the order `embedding_dim`.
 
         An example's gradient would be as large as the weight and consist almost entirely of zeros,
         so per-example gradients are never computed (`rescaled=False`).
@@ -35,7 +35,7 @@ class EmbeddingLayer(Layer):
         return LayerShape(self.name, inputs, outputs, diagonal="A", rescaled=False)
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return how often each entry is used, the sum of squared unit vectors, or `sum(g g^T)`."""
+        """Return `sum(a a^T)`, which counts how often each entry is used, or `sum(g g^T)`."""
         if side == "A" and self.shape.kfac_approx == "expand":
             used = self.input_vector(x)
             return used.view(-1, 1, 1) if "A" in self.shape.diagonal else used.diag()

@@ -300,8 +300,8 @@ class Layer:
     ) -> tuple[Tensor, Tensor]:
         """Return the products of `a`, without the bias's 1, and of `g` with vectors.
 
-        For each pair of vectors, the sum over positions of the product of both results is
-        `u^T W v`, summed over groups, where `W` `[groups, outputs, inputs]` is the weight's
+        Multiplying both results and summing over positions gives, for each pair of vectors,
+        `u^T W v` summed over groups, where `W` `[groups, outputs, inputs]` is the weight's
         gradient.
 
         Args:
@@ -328,7 +328,7 @@ class Layer:
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return, for each side, the factor that turns sums into A and G, or into their vectors."""
+        """Return, for each side, the factor that scales sums to A or G, or to the mean vector."""
         scales = vector_scales if vectors else factor_scales
         examples = batch if self.spatial or normalization == "expand" else positions
         return dict(zip("AG", scales(normalization, examples, positions / examples)))
@@ -336,7 +336,7 @@ class Layer:
     # -- gradients and values --------------------------------------------------------------------
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies that write gradients to the `parts` of a matrix, or 0 if missing.
+        """Return the copies that write gradients to the `parts` of a matrix; zero if missing.
 
         Each copy is a pair of target and source; the caller performs the copies of many layers at
         once.
@@ -374,7 +374,7 @@ class Layer:
         return parameter
 
     def parts(self, matrix: Tensor) -> list[Tensor]:
-        """Return views of `matrix` `[outputs, inputs]`, shaped as the arranged weight and bias."""
+        """Return views of `matrix` `[outputs, inputs]`, shaped like arranged weight and bias."""
         ends = [matrix[..., : matrix.shape[-1] - self.bias], matrix[..., -1]]
         chosen = ends[2 - len(self.parameters) :] if self.bias else ends[:1]
         return [part.view(shape) for part, shape in zip(chosen, self._arranged_shapes)]

@@ -34,7 +34,7 @@ log = logging.getLogger("mpikfac")
 
 
 def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype to compute in, and the device; all tensors must have the same of both.
+    """Return the dtype and the device to compute with, for tensors of one dtype on one device.
 
     The dtype is that of the tensors, except that bfloat16 becomes float32, because it is too coarse
     for sums.
@@ -325,7 +325,7 @@ def check_rates(optimizer: Optimizer, choice: str) -> None:
     """Check that all groups of the optimizer have a learning rate.
 
     Raises:
-        ValueError: a group has no rate; the message says that `choice` needs one.
+        ValueError: a group has no learning rate; the message says that `choice` needs one.
     """
     if not all("lr" in group for group in optimizer.param_groups):
         raise ValueError(

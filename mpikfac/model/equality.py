@@ -15,8 +15,8 @@ from mpikfac.errors import RanksDifferError
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of the same size as an element, by the size in bytes."""
 
-SAMPLE = 16  # elements of a weight that are compared in every step
-REPEATS = 3  # votes on a write, because a vote misses a difference with probability 1/64
+SAMPLE = 16  # the number of elements per weight that are compared in every step
+REPEATS = 3  # the number of votes on a write: one vote misses a difference with probability 1/64
 
 log = logging.getLogger("mpikfac")
 

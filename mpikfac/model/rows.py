@@ -30,7 +30,7 @@ def rows_of(tensor: Any) -> tuple[int, int]:
 
 
 def in_rows(name: str, tensor: Any) -> str:
-    """Return the name of a tensor's item, which contains this rank's rows if it is sharded."""
+    """Return the name of a tensor's item, with this rank's rows if the tensor is sharded."""
     return "{}[{}:{}]".format(name, *rows_of(tensor)) if is_sharded(tensor) else name
 
 

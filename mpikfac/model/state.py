@@ -57,7 +57,7 @@ def _in_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_lists(pieces: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that `_in_pieces` has split."""
+    """Undo `_in_pieces`: return the state with its lists."""
     state: dict[str, Any] = {}
     lists: dict[str, dict[int, Any]] = defaultdict(dict)
     for key, value in pieces.items():
@@ -70,7 +70,7 @@ def _in_lists(pieces: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
-    """Return the names that `model_state` returns on all ranks together, but `names` lacks.
+    """Return the names of items of `model_state`, over all ranks, that are missing from `names`.
 
     If a parameter has any optimizer state, it is assumed to be complete, because Muon and SOAP
     store different items for different parameters.

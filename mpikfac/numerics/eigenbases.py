@@ -161,7 +161,7 @@ def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _range(factor: Tensor, vectors: int, times: int, excluded: Tensor | None = None) -> Tensor:
-    """Return an orthonormal basis `[n, vectors]` of fixed vectors times a power of the factor.
+    """Return an orthonormal basis `[n, vectors]` of a power of the factor times fixed vectors.
 
     Args:
         excluded: eigenvectors to project out of the range.
@@ -188,7 +188,7 @@ def _with_mean(factor: Tensor, values: Tensor) -> Tensor:
 
 
 def iterated(factor: Tensor, vectors: Tensor) -> Tensor:
-    """Return vectors after one orthogonal iteration: orthonormal, and closer to eigenvectors.
+    """Return the vectors after one orthogonal iteration: orthonormal and closer to eigenvectors.
 
     The vectors with the largest eigenvalues come first, because a QR decomposition makes each
     column orthogonal to the previous ones. An iteration reduces the component of the j-th

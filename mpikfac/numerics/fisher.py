@@ -126,7 +126,7 @@ def _check_head(outputs: Tensor, loss: Loss) -> None:
 
     Raises:
         ValueError: there is no output dimension; or, for a cross-entropy, outputs are
-            probabilities, or there is only one.
+            probabilities, or there is only one output.
     """
     if outputs.dim() < 2:
         raise ValueError(

@@ -29,7 +29,7 @@ def in_transform() -> bool:
 
 
 def in_capture() -> bool:
-    """Return whether the thread captures a model's graph, as `torch.jit.trace` does."""
+    """Return whether the thread captures a model with `torch.jit.trace` or `torch.export`."""
     tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     return tracing or torch.compiler.is_exporting()
 
@@ -74,7 +74,7 @@ def listen(output: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Call `hook` with the gradient of `output` from which the weight's gradient is computed.
 
     The program's own hooks on `output` run first. Inside a transform of `torch.func`, an output may
-    lack a node; autograd then does not compute its gradient.
+    have no `grad_fn`; autograd then does not compute its gradient.
     """
     node, number, shape = output.grad_fn, output.output_nr, output.shape
     while node is not None and node.name() in RESHAPED:

@@ -108,7 +108,7 @@ def in_bfloat16(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def rounded_to_tf32(x: Tensor) -> Tensor:
-    """Return `x` with mantissas of 10 bits, rounded to the nearest, ties away from zero."""
+    """Return `x` with 10-bit mantissas, rounded to nearest with ties away from zero."""
     bits = x.contiguous().view(torch.int32)
     return torch.where(x.isfinite(), ((bits + 0x1000) & ~0x1FFF).view(torch.float32), x)
 

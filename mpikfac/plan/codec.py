@@ -18,7 +18,7 @@ class Codec:
 
     Derive from this class to define an encoding: set `name`, and define `size`, `encode` and
     `add_decoded`. Plans compare codecs by their type and fields, so a codec with fields is a frozen
-    dataclass. A plan needs no torch, so methods that compute on tensors import it.
+    dataclass. Plans work without torch, so methods that compute on tensors import it themselves.
 
     Attributes:
         name: the name of the encoding in plans and predictions.

@@ -1,4 +1,4 @@
-"""The layouts of the arenas in which a rank stores its values, from its factors and layers."""
+"""The layouts of the arenas in which a rank stores its values, given its factors and layers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Layouts:
 def of_statistics(
     factors: Iterable[Factor], ranks: int, strategy: Strategy, square: bool = False
 ) -> Layout:
-    """Return the layout of sums of factors and their counts.
+    """Return the layout of the factors' sums and their counts.
 
     Args:
         square: whether factors are square matrices instead of packed triangles.
@@ -137,7 +137,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, Sequ
 def by_form(factors: Iterable[Factor]) -> Sequence[Factor]:
     """Return the factors sorted by slot and message, and within a message by form.
 
-    Neighbouring factors of the same form are a stack that one GPU kernel can process.
+    Neighbouring factors of the same form are a stack, which a single GPU kernel can process.
     """
     factors = list(factors)
     first = {factor.packed: place for place, factor in reversed(list(enumerate(factors)))}

@@ -94,8 +94,8 @@ class RankPlan:
     def steps(self, name: str) -> bool:
         """Return whether the rank updates the layer or parameter `name`.
 
-        If the model is sharded, this is the rank that computes the step, but for running statistics
-        every rank.
+        In a sharded model, the rank that computes the step counts as the updater, and running
+        statistics are updated by every rank.
         """
         everywhere = not self.owner_updates or (self.sharding and name in self.means)
         return bool(everywhere) or self.updaters[name] == self.rank
@@ -143,7 +143,7 @@ class RankPlan:
 
     @cached_property
     def rescaled(self) -> tuple[PlannedLayer, ...]:
-        """Layers with scales."""
+        """Layers with scales: eigenvalues estimated from per-example gradients."""
         return tuple(layer for layer in self.layers if layer.rescaled)
 
     @cached_property
@@ -168,7 +168,7 @@ class RankPlan:
 
     @cached_property
     def publishes_bases(self) -> bool:
-        """Whether some rank needs the bases of a layer without decomposing its factors."""
+        """Whether any rank needs the bases of a layer without decomposing its factors."""
         alone = self.owner_updates and self.strategy.assignment.colocate_factors
         return self.grid.workers > 1 and not alone
 

@@ -28,8 +28,8 @@ class Block(NamedTuple):
     """A block of a factor's decomposition.
 
     Attributes:
-        name: "conv1.A.vectors".
-        kind: "vectors", a key of `Form.blocks`.
+        name: the block's name, such as "conv1.A.vectors".
+        kind: a key of `Form.blocks`, such as "vectors".
         shape: the shape of the block.
     """
 
@@ -45,7 +45,7 @@ class Factor(FactorShape):
     Attributes:
         layer: the layer's name.
         side: "A" or "G".
-        groups: the groups of the layer.
+        groups: the number of groups of the layer.
         preconditioner: the description of the factor's preconditioner.
         column: the layer's column.
         owner: the rank that decomposes the factor for the column.
@@ -146,7 +146,7 @@ class RankGrid:
 
     @property
     def columns(self) -> int:
-        """The number of layer groups."""
+        """The number of columns, each of which owns a group of layers."""
         return self.count // self.workers
 
     def position(self, rank: int) -> tuple[int, int]:

@@ -33,7 +33,7 @@ class Form:
         rescaled: whether eigenvalues of `G (x) A` are estimated from per-example gradients.
         work: the exponent with which the operations of a decomposition grow with the order.
         products: how many times each side multiplies the gradient to compute a direction.
-        whitened: whether factors of the gradient are computed from its products with the sides.
+        whitened: whether the gradient is multiplied by the sides before its factors are computed.
         timed_as: the name of another preconditioner whose measured times apply; "" for this one.
         kept_as: the name of its decompositions in a state, if a setting of the preconditioner
             changes them; "" for `name`.
@@ -72,8 +72,8 @@ class FactorShape:
     """The shape of a symmetric matrix, or of several of equal order, as for groups or a diagonal.
 
     Attributes:
-        name: "conv1.A"; "conv1.A0", "conv1.A1", ... are blocks along the diagonal of a large
-            factor.
+        name: the factor's name, such as "conv1.A"; "conv1.A0", "conv1.A1", ... are blocks along the
+            diagonal of a large factor.
         order: the order of a matrix, including the bias coordinate.
         count: the number of matrices. Without groups, matrices of order 1 together form a
             diagonal matrix.
@@ -197,7 +197,7 @@ class LayerShape:
 
     @property
     def owned(self) -> tuple[str, ...]:
-        """The names of everything that has an owner: the factors, or else the layer."""
+        """The names of everything that has an owner: the factors, or the layer if it has none."""
         return tuple(factor.name for factor in self.factors) or (self.name,)
 
     def side(self, side: str) -> tuple[FactorShape, ...]:
@@ -217,7 +217,7 @@ class LayerShape:
         )
 
     def products(self) -> list[int]:
-        """Return how many multiplications the product with each side takes, except for diagonals.
+        """Return the multiplications of the gradient's product with each side, except diagonals.
 
         The product with A comes second, because a low rank of G adds rows to the gradient.
         """
@@ -292,7 +292,7 @@ HUGE = 16384
 
 
 def default_rule(layer: LayerShape) -> LayerShape:
-    """Return the layer with full factors, or with diagonals for more than `HUGE` in- or outputs.
+    """Return the layer with full factors, but with a diagonal for each side above order `HUGE`.
 
     A custom rule starts from this one and replaces fields:
 

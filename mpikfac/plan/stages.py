@@ -223,6 +223,6 @@ def _codec(compressor: Compressor | None, layout: Layout, feedback: bool) -> Cod
 
 
 def _codec_of_values(rank: RankPlan, layout: Layout) -> Codec | None:
-    """Return the codec of values that a rank sends unreduced."""
+    """Return the codec for values that a rank sends unreduced."""
     compressor = rank.strategy.compression.gradients
     return _codec(compressor if compressor and compressor.of_values else None, layout, True)

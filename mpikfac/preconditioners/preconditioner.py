@@ -76,7 +76,7 @@ class Defaults:
     matmul_precision: Precision | None = None
 
     def override(self, clip: Clip | None = None, **given: Any) -> Defaults:
-        """Return these settings, with those that are given and not None replaced.
+        """Return a copy of these settings with the given values, except where they are None.
 
         Args:
             clip: bounds the lengths of directions; with a clip, the default grafting is
@@ -87,7 +87,7 @@ class Defaults:
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def intervals(self, budget: Budget, stagger: int) -> tuple[float | Schedule, float | Schedule]:
-        """Return both intervals; in place of None, the default one, lengthened by the budget."""
+        """Return both intervals, with None replaced by the default, lengthened by the budget."""
         usual = budget.stretched(usual_intervals(stagger))
         factors, bases = self.factor_update_steps, self.inv_update_steps
         return (
@@ -123,7 +123,7 @@ class Preconditioner(Choice):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype in which decompositions are kept, sent and multiplied; None: the model's."""
+        """The dtype in which decompositions are kept, sent and multiplied; None for the model's."""
         return None
 
     def attach(self, bases: Any) -> Iterable[Any]:
@@ -189,7 +189,7 @@ class Preconditioner(Choice):
         return {}, factor.new_full(factor.shape[:-2], float("nan"))
 
     def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
-        """Write the damped products of eigenvalues of all its layers to their `denominators`.
+        """Write the damped products of eigenvalues to the `denominators` of all layers in `held`.
 
         Called only if the form has `denominators`, when damping or decompositions have changed.
         """
@@ -198,5 +198,5 @@ class Preconditioner(Choice):
         )
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
-        """Return the direction `[outputs, inputs]` of a layer for its gradient."""
+        """Return the direction for a layer's gradient, `[outputs, inputs]`."""
         raise NotImplementedError(f"preconditioner {self.form.name!r} does not define direction()")

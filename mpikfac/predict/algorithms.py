@@ -490,5 +490,5 @@ def _window(parts: np.ndarray, count: int) -> float:
 
 
 def _last(values: Mapping[int, Value], at: float) -> Value:
-    """Return the value of the largest key up to `at`; keys ascend."""
+    """Return the value of the largest key up to `at`; keys must be in ascending order."""
     return [value for key, value in values.items() if key <= at][-1]

@@ -37,9 +37,9 @@ class Event(NamedTuple):
             "overlapped", a message sent during the following computations, urgent messages first;
             "wait" for the urgent messages, or "wait for all" messages.
         ready: the fraction of the backward pass after which an overlapped message is sent.
-        slowdown: seconds by which an overlapped message slows the computation.
-        agreement: seconds in which all ranks agree to send an overlapped message; they are hidden
-            if another message is in flight.
+        slowdown: the time by which an overlapped message slows the computation, in seconds.
+        agreement: the time that ranks need to agree to send an overlapped message, in seconds; it
+            is hidden if another message is in flight.
     """
 
     stage: str
@@ -54,7 +54,7 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """Predict the steps of `plan` on a machine.
 
     With replicas of the model, every kind of step is a mean over steps with and without an
-    exchange. With clients and servers, the steps are a client's.
+    exchange. With clients and servers, the steps of a client are predicted.
 
     Raises:
         ValueError: the machine has no times for the model or for the preconditioner, or a field of

@@ -137,7 +137,7 @@ def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> 
         ready: for each layer, when its values are ready, in seconds after the start of the backward
             pass.
     """
-    ends = [0.0]  # by number of layers, counted from the last one: when their messages end
+    ends = [0.0]  # for each number of layers, counted from the last one, when their messages end
     before = [0]  # the number of layers in all of these messages but the last
     sent = [0.0, *itertools.accumulate(alone - latency for alone in reversed(seconds))]
     for count, at in enumerate(reversed(ready), start=1):

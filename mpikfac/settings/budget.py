@@ -24,7 +24,7 @@ from mpikfac.plan import operations as operations_of
 from mpikfac.settings.schedule import SETTLED, Schedule, evaluate
 from mpikfac.settings.usual import Intervals
 
-AT_FIRST = 1.0  # the budget until `SETTLED`
+AT_FIRST = 1.0  # the minimum budget before step `SETTLED`
 LEAST_PASSES = 2**27  # multiplications; shorter steps spend most of their time on other things
 LEAST_BLOCK = 128
 WIDE = 1024  # factors up to this order are not cut before the first batch is known
@@ -55,7 +55,7 @@ class Budget:
         ValueError: `share` is not positive.
 
     Attributes:
-        seen: how many vectors each layer had in the first batch; empty before it.
+        seen: the number of vectors of each layer in the first batch; empty before it.
         operations: the operations of each layer; empty before the first batch.
         total: the operations of all layers together.
     """

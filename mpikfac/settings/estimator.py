@@ -44,7 +44,7 @@ def usual_distance(examples: int, vectors: int, shares: int, order: int) -> int:
     Args:
         examples: the number of examples in a shard of the batch.
         vectors: the number of vectors in the shard.
-        shares: the number of shards of the batch, which all have about as many examples.
+        shares: the number of shards of the batch, all with about the same number of examples.
         order: the number of rows of the largest factor.
     """
     enough = max(LEAST_EXAMPLES, math.ceil(LEAST_VECTORS * order * examples / max(1, vectors)))

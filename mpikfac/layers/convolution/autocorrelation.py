@@ -194,7 +194,7 @@ def worth_correlating(x: Tensor, window: Window) -> bool:
 
 
 def _in_kernel(x: Tensor) -> bool:
-    """Return whether the weight-gradient kernel is faster than matrix products; oneDNN's is."""
+    """Return whether the weight-gradient kernel is faster than matrix products, as in oneDNN."""
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
 
 

@@ -45,7 +45,7 @@ class ConvLayer(Layer):
         super().__init__(name, module)
 
     def whole_shape(self) -> LayerShape:
-        """Return the shape, with the orders of the factors of one group."""
+        """Return the shape, with the orders of a single group's factors."""
         module, groups = self.module, self.module.groups
         outputs = module.out_channels // groups
         if self.bias_alone:
@@ -170,7 +170,7 @@ class ConvLayer(Layer):
 
 
 def _padding(module: nn.modules.conv._ConvNd) -> tuple[tuple[int, int], ...]:
-    """Return the padding before and after each dimension; with "same", an odd element is after."""
+    """Return the padding before and after each dimension; "same" puts an odd element at the end."""
     if module.padding == "valid":
         return ((0, 0),) * len(module.kernel_size)
     if isinstance(module.padding, str):

@@ -21,7 +21,7 @@ Index = tuple[slice | EllipsisType, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """The geometry of a convolution, by dimension of the images.
+    """The geometry of a convolution; each attribute has one element per dimension of the images.
 
     Attributes:
         padding: zeros before and after each dimension; in 2-D: ((top, bottom), (left, right)).

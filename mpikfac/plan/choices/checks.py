@@ -94,7 +94,7 @@ def check_fraction(name: str, value: Any) -> None:
         ValueError: the value is something else; the message refers to it as `name`.
     """
     if type(value) not in (int, float) or not 0 <= value < 1:
-        raise ValueError(f"{name}={value!r} must be a number from 0 to below 1")
+        raise ValueError(f"{name}={value!r} must be a number in [0, 1)")
 
 
 def check_size(name: str, value: Any) -> float:

@@ -29,7 +29,7 @@ class Grafting(Choice):
         by_adam: whether Adam's steps set the lengths; uncovered parameters then take Adam's step
             itself.
         in_eigenbases: whether Adam's steps are taken in eigenbases.
-        prescribes: whether the length differs from that of the damped direction.
+        prescribes: whether the grafting replaces the length of the damped direction.
         needs_batch: whether `set_batch(inputs, loss)` must be called before each step, with an
             optimizer that subtracts the gradients unchanged.
     """

@@ -49,7 +49,7 @@ class Sharding:
     def of(
         parameters: Iterable[tuple[str, tuple[int, ...]]], ranks: int, replicas: int = 1
     ) -> Sharding:
-        """Return the shards that `fully_shard` makes of parameters.
+        """Return the shards that `fully_shard` creates from parameters.
 
         Args:
             parameters: the block and the shape of every trained parameter, in the model's order.
@@ -125,4 +125,4 @@ SHARDED: tuple[Combination, ...] = (
         "fully_shard reduces the gradients of one backward pass, that of the loss",
     ),
 )
-"""What a sharded model requires of the choices; `shard_optimizer` has requirements of its own."""
+"""What a sharded model requires of other choices, in addition to what `shard_optimizer` needs."""

@@ -84,7 +84,7 @@ class Synchronization(Choice):
         return 1.0
 
     def messages(self, rank: RankPlan) -> list[Message]:
-        """Return the messages that the method adds to the end of a step with an exchange."""
+        """Return the messages that the method adds at the end of a step with an exchange."""
         return []
 
     def elements(self, rank: RankPlan) -> int:

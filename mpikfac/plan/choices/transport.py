@@ -29,7 +29,7 @@ class Transport:
         owner_sums: who computes sums for owners: MPI ("reduce"), or the owners themselves, in rank
             order ("alltoall").
         balanced_shards: whether reductions to owners and gathers from owners pass through equal
-            shards on all ranks, which every MPI library handles fast. None: only if messages are
+            shards on all ranks, which is fast with every MPI library. None: only if messages are
             large and the largest owner has more than twice the mean number of elements.
         ranks_per_node: the number of consecutive ranks on a node: messages then have two levels,
             within nodes and between nodes. None: messages have one level.

@@ -18,7 +18,7 @@ from mpikfac.plan.messages import Message, message
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The calls of a layer in a step on a rank, with the sizes of a batch.
+    """The calls of a layer in a step on a rank, with their sizes.
 
     Attributes:
         weight: the shape of the weight: outputs, inputs, and the kernel of a convolution.
@@ -53,7 +53,7 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class Place:
-    """The role of a layer among the ranks.
+    """The role of a layer in tensor parallelism.
 
     Attributes:
         axis: the channels that are divided among the ranks of a group; None for a data-parallel

@@ -36,8 +36,8 @@ class Seat:
 def seat(team: Sequence[int], rank: int, ranks_per_node: int) -> Seat | None:
     """Return the seat of `rank`, with rank r on node `r // ranks_per_node`.
 
-    None if two levels are useless: the team is on one node, has one member per node, or is spread
-    unevenly.
+    Return None if two levels would not help: the team is on one node, has one member per node, or
+    is spread unevenly.
     """
     members = Counter(member // ranks_per_node for member in team)
     places = members[rank // ranks_per_node]

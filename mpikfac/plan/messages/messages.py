@@ -189,7 +189,7 @@ def message(
     root: int = -1,
     codec: Codec | None = None,
 ) -> Message:
-    """Return the message sent by a member of `members`, with its sizes."""
+    """Return the message of one of `members` members, with its sizes."""
     parts = list(spans)
     codec = codec.within(spans[0][0], spans[-1][1]) if codec else None
     if primitive == IN_SHARDS:
