@@ -300,7 +300,7 @@ def check_habits(
     if unbounded and preconditioner.of == "gradient":
         yield (
             f"NoGrafting() without a clip can diverge: the factors of {preconditioner.name!r} "
-            f"start from a single gradient, and the next directions are long; set "
+            f"start from a single gradient, which makes the next directions long; set "
             f"clip=NormClip(max_norm=1.0), or use AdamGrafting(orthogonalize=False)"
         )
     elif unbounded and fisher == "empirical":

@@ -23,7 +23,7 @@ AS_THEY_ARE = Combination(
     "preconditioner",
     ("ekfac",),
     {"normalization": "expand", "fisher_type": OneOf(("empirical", "mc", "type-2"))},
-    "scales are second moments of the unscaled gradients of single examples",
+    "scales are second moments of unscaled per-example gradients",
 )
 
 

@@ -104,19 +104,19 @@ SHARDED: tuple[Combination, ...] = (
         "fully_shard",
         (True,),
         {"transport.overlap": False, "transport.ranks_per_node": None, "refresh.servers": 0},
-        "shards are sent to owners by one message after the backward pass",
+        "shards are sent to owners in a single message after the backward pass",
     ),
     Combination(
         "fully_shard",
         (True,),
         {"compression.gradients": None},
-        "fully_shard has averaged the gradients",
+        "fully_shard has already averaged the gradients",
     ),
     Combination(
         "fully_shard",
         (True,),
         {"tp_size": 1},
-        "split layers have whole slices of weights on their ranks",
+        "each rank of a group holds a whole slice of a split layer's weights",
     ),
     Combination(
         "fully_shard",

@@ -152,7 +152,7 @@ SPLIT: tuple[Combination, ...] = (
         "tp_size",
         None,
         {"compression.gradients.clip_norm": None},
-        "a rank has only a slice of the gradient, and the norm of all of it is needed",
+        "a rank has only a slice of the gradient, but the norm of the whole gradient is needed",
         default=1,
     ),
     Combination(

@@ -21,7 +21,7 @@ NEEDS = (
         "preconditioner",
         ("soap",),
         {"relative": True},
-        "the damping is relative to the mean eigenvalue, and to the root of the mean square",
+        "the damping is relative to the mean eigenvalue, and to the root mean square",
     ),
     Combination(
         "grafting",
