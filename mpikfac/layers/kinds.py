@@ -64,7 +64,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 # -- derived classes -----------------------------------------------------------------------------
 
-NEVER_CALLED = (NonDynamicallyQuantizableLinear,)  # attention uses its weight without calling it
+NEVER_CALLED = (NonDynamicallyQuantizableLinear,)  # attention only reads its weight
 
 
 def same_as(module: nn.Module, covers: Kinds) -> bool:

@@ -149,7 +149,7 @@ class Layer:
         return [module.register_forward_hook(hook, with_kwargs=True, prepend=True)]
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """Return a module call's input, and a function that registers a hook on its gradient.
+        """Return a call's input, and a function that registers a hook on the output's gradient.
 
         Return None if no backward pass follows.
 
@@ -336,7 +336,7 @@ class Layer:
     # -- gradients and values --------------------------------------------------------------------
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies that write gradients to the `parts` of a matrix; zero if missing.
+        """Return the copies that write gradients to the `parts` of a matrix; set missing ones to 0.
 
         Each copy is a pair of target and source; the caller performs the copies of many layers at
         once.
@@ -374,7 +374,7 @@ class Layer:
         return parameter
 
     def parts(self, matrix: Tensor) -> list[Tensor]:
-        """Return views of `matrix` `[outputs, inputs]`, shaped like arranged weight and bias."""
+        """Return views of `matrix` `[outputs, inputs]`, shaped like the arranged parameters."""
         ends = [matrix[..., : matrix.shape[-1] - self.bias], matrix[..., -1]]
         chosen = ends[2 - len(self.parameters) :] if self.bias else ends[:1]
         return [part.view(shape) for part, shape in zip(chosen, self._arranged_shapes)]

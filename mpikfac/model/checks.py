@@ -34,10 +34,9 @@ log = logging.getLogger("mpikfac")
 
 
 def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and the device to compute with, for tensors of one dtype on one device.
+    """Return the dtype and device for computing with tensors of one dtype on one device.
 
-    The dtype is that of the tensors, except that bfloat16 becomes float32, because it is too coarse
-    for sums.
+    The dtype is that of the tensors, but float32 for bfloat16, which is too coarse for sums.
 
     Raises:
         ValueError: no parameter is trained, the dtype is not supported, or a tensor's dtype or

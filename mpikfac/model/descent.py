@@ -63,8 +63,8 @@ class StepGuard:
     Every step is allowed after `remove`, or once the trainer no longer exists.
     """
 
-    _stepping: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # a trainer is stepping
-    _allowed: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # the caller may step once
+    _stepping: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # in a trainer's step
+    _allowed: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # may be stepped once
 
     def __init__(self, optimizer: Optimizer, trainer: object) -> None:
         self._optimizer, name = optimizer, type(trainer).__name__

@@ -108,8 +108,8 @@ class Codec:
 
         Args:
             flat: the arena.
-            residuals: what previous reductions left out, in the shape of the arena; updated.
-            last: the result of the last reduction of the previous step, initially 0; updated.
+            residuals: what previous reductions left out, as large as the arena; updated in place.
+            last: the last reduction's result in the previous step, initially 0; updated in place.
             reduce: all-reduces a tensor in place.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define all_reduce()")

@@ -76,7 +76,7 @@ class Span(NamedTuple):
 
 
 def lay_out(segments: Iterable[Iterable[tuple[str, Shape]]]) -> Layout:
-    """Return the `Layout` of the blocks, which are aligned, segment by segment."""
+    """Return a `Layout` that aligns the blocks and stores them segment by segment."""
     shapes: dict[str, Shape] = {}
     offsets: dict[str, int] = {}
     bounds = [0]

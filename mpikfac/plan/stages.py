@@ -183,7 +183,7 @@ def gathered(
 def in_levels(
     rank: RankPlan, of_one_level: list[Message], team: range, itemsize: int
 ) -> list[Message]:
-    """Return the messages that replace a team's messages in the levels of the strategy."""
+    """Convert a team's messages of one level to the levels and shards of the strategy."""
     seat = rank.grid.seat(team, rank.rank)
     if (shards := rank.strategy.transport.balanced_shards) is not False:
         member, always = team.index(rank.rank), shards is True

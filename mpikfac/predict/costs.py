@@ -111,7 +111,7 @@ def collective_seconds(
 
     Args:
         size: bytes of the whole buffer, as sent.
-        sharing: the number of communicators that share a node's link, each with a collective.
+        sharing: the number of communicators that run it at the same time and share a node's link.
         codec: the encoding, which is assumed to take no time if it was not measured.
         parts: bytes of every member's part, for Alltoallv from every member to every member; equal
             parts by default.

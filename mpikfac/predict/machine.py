@@ -1,6 +1,6 @@
 """Describe a machine by the times of messages and computations, measured or published.
 
-Machines are stored as JSON. A point is a pair of a size, in bytes or as an order, and the value
+Machines are stored as JSON. A point is a pair: a number of bytes or an order, and the value
 measured for it.
 """
 
@@ -52,7 +52,7 @@ class Sample:
         ranks: the number of members of the communicator.
         nodes: the number of nodes on which the members run.
         sharing: the number of communicators that use a node's link at the same time.
-        points: the bytes of the whole buffer, ascending, with the slowest rank's median time.
+        points: pairs of the whole buffer's bytes, ascending, and the slowest rank's median time.
         codec: the encoding; the seconds include encoding and decoding.
     """
 

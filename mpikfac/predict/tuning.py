@@ -126,7 +126,7 @@ def _fusing(strategy: Strategy, fusion: int | tuple[int, ...]) -> Strategy:
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
-    """Return the number of layers in each message, front to back, so that messages end earliest.
+    """Return how many layers share each message, front to back, so that messages end earliest.
 
     Messages are sent one after another, from the last layer to the first. A message begins once its
     layers are ready and the previous message has ended; each merged layer saves a latency. This is

@@ -53,7 +53,10 @@ class InnerLayer(Layer):
         self._watched = place_of(module, watched)
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """Return the product's inputs, and a hook on its gradient, both with examples first."""
+        """Return the product's input, and a function that registers a hook on its gradient.
+
+        The first dimension of the input and the gradient is the batch.
+        """
         result = output[0] if isinstance(output, tuple) else output
         weight = getattr(*self._watched)  # during a pass, `fully_shard` replaces the shards
         if not (result.requires_grad and weight.requires_grad):

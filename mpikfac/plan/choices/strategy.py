@@ -78,7 +78,7 @@ class Strategy:
         """Check that the number of ranks is compatible with the columns, nodes and virtual ranks.
 
         Raises:
-            ValueError: it is incompatible with any of them.
+            ValueError: the number is incompatible with one of them.
         """
         self.assignment.workers(ranks)
         self.sync.check_ranks(ranks)

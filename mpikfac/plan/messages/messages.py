@@ -116,7 +116,7 @@ def combinations(
 
 
 def in_order(stage: str, layout: Layout, ranks: int, itemsize: int) -> list[Message]:
-    """Return messages that sum an arena in rank order, with the same bits for any rank count."""
+    """Return messages that sum an arena in rank order: bitwise equal for any number of ranks."""
     if ranks == 1 or layout.size == 0:
         return []
     return [message(stage, "Send, Bcast", "world", [(0, layout.size)], ranks, itemsize)]
