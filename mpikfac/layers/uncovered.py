@@ -57,7 +57,7 @@ class Other:
         return parameter
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy that writes the gradient to `parts`, or set them to 0 if it is missing."""
+        """Return the copy that writes the gradient to `parts`; set them to 0 if it is missing."""
         if self.tensor.grad is None:
             parts[0].zero_()
         else:
