@@ -196,7 +196,7 @@ class Writes:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return a few elements, evenly spaced in memory; a view if the weight has no gaps there."""
+    """Return a few elements, evenly spaced in memory, as a view if the weight has no gaps there."""
     order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
     flat = weight.detach().permute(order).reshape(-1)
     return flat[:: max(1, len(flat) // SAMPLE)]

@@ -37,9 +37,9 @@ class Eigen(Preconditioner):
     Attributes:
         dtype: the dtype in which decompositions are kept, sent and multiplied; None for the
             model's.
-        iterations: the number of orthogonal iterations that move the older eigenvectors towards
-            those of a new factor; with 0, older eigenvectors are kept unchanged. The result is used
-            if its misfit is at most the strategy's `tolerance`; otherwise, the factor is
+        iterations: the number of orthogonal iterations that move the previous eigenvectors towards
+            those of a new factor; with 0, the previous eigenvectors are kept unchanged. The result
+            is used if its misfit is at most the strategy's `tolerance`; otherwise, the factor is
             decomposed.
     """
 

@@ -95,7 +95,7 @@ class SGDGrafting(Grafting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AdamGrafting(Grafting):
-    """Use the length of Adam's step without momentum, so that Adam's learning rates are suitable.
+    """Use the length of Adam's step without momentum, so Adam's learning rates are suitable.
 
     Uncovered parameters take Adam's step itself.
 

@@ -18,8 +18,8 @@ class Synchronization(Choice):
     """What ranks exchange to train one model, and when.
 
     Attributes:
-        local_steps: whether ranks step independently between two exchanges, so that their copies of
-            the model, the replicas, differ.
+        local_steps: whether ranks step independently between two exchanges, so their copies of the
+            model, the replicas, differ.
         waits_for_all: whether a step waits for all ranks.
     """
 
