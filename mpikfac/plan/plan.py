@@ -297,9 +297,9 @@ def _check_layers(
         preconditioner = layer.preconditioner or names[0]
         if preconditioner and sources[preconditioner] != sources[names[0]]:
             raise ValueError(
-                f"layer {layer.name!r}: preconditioner={preconditioner!r} needs a run with "
-                f"factors of the same kind, but those of preconditioner={names[0]!r} come from the "
-                f"{sources[names[0]]}"
+                f"layer {layer.name!r}: preconditioner={preconditioner!r} needs a run with factors "
+                f"of the {sources[preconditioner]}, but those of preconditioner={names[0]!r} come "
+                f"from the {sources[names[0]]}"
             )
     settings = {"ranks": ranks, "grad_workers": strategy.assignment.workers(ranks)}
     choices = Choices(strategy, settings | {"preconditioner": names[0] if names else ""})
