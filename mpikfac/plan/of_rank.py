@@ -82,7 +82,7 @@ class RankPlan:
 
     @property
     def turns(self) -> list[int | None]:
-        """None, which means all layers, followed by the slots if the refresh is staggered."""
+        """The possible values of `turn`: None for all layers, and the slots if there are any."""
         stagger = self.strategy.refresh.stagger
         return [None, *range(stagger)] if stagger > 1 else [None]
 
@@ -127,7 +127,7 @@ class RankPlan:
         return self.owned if to_owners else self.recorded
 
     def decomposed(self, turn: int | None = None) -> tuple[Factor, ...]:
-        """Return the factors that the rank decomposes for its column, then those only for itself.
+        """Return the factors that the rank decomposes for its column, then those for itself only.
 
         Args:
             turn: the slot of a refresh; None for all layers.

@@ -209,7 +209,7 @@ def with_roles(
     turns_of: Mapping[str, int],
     updaters: Mapping[str, int],
 ) -> tuple[PlannedLayer, ...]:
-    """Return the layers with the roles of layers and factors that follow from their placement.
+    """Return the layers, with roles of layers and factors that are derived from their placement.
 
     Args:
         forms: descriptions of the layers' preconditioners, by the layer's name.

@@ -28,7 +28,7 @@ class NewtonMuon(Inverses):
     """The inverse `(A + 0.2 mean(A) I)^-1` of the inputs' second moments alone [Newton-Muon].
 
     `mean(A)` is the mean eigenvalue. `AdamGrafting()` computes the polar factor of the gradient
-    times this inverse. A layer of which only the bias is trained uses G instead.
+    times this inverse. A layer in which only the bias is trained uses G instead.
 
     Attributes:
         dtype: the dtype in which inverses are kept, sent and multiplied; None for the model's.

@@ -369,7 +369,7 @@ def _reduce_and_bcast(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _knomial(parts: np.ndarray, together: int) -> list[Round]:
-    """Copy along a tree with `RADIX - 1` children per level; copies for all levels leave at once.
+    """Copy along a tree with `RADIX - 1` children per level, sending to all levels at once.
 
     Distant children are not served first, although they have children themselves.
     """

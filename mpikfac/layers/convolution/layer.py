@@ -36,7 +36,7 @@ class ConvLayer(Layer):
         self.transposed = module.transposed
         self._around = () if module.padding_mode == "zeros" else _padding(module)
         if self.transposed:
-            # The image is so large that a pixel is left after the padding is cut off.
+            # The image is large enough that a pixel remains after the padding is cut off.
             image = torch.empty(1, 1, *(1 + 2 * int(p) for p in module.padding), device="cpu")
             _, self._window = self._spread(module, image, module.output_padding)
         else:

@@ -41,12 +41,12 @@ class Grafting(Choice):
 
     @property
     def orthogonalize(self) -> bool:
-        """Whether all singular values of a direction are first made about equal."""
+        """Whether all singular values of a direction are first made approximately equal."""
         return False
 
     @property
     def normalize_rows(self) -> bool:
-        """Whether the rows of a direction are first scaled to about equal lengths."""
+        """Whether the rows of a direction are first scaled to approximately equal lengths."""
         return False
 
     @property
@@ -100,10 +100,10 @@ class AdamGrafting(Grafting):
     Uncovered parameters take Adam's step itself.
 
     Attributes:
-        orthogonalize: first make all singular values of a direction about equal, as Muon does with
-            the gradient [Muon].
-        normalize_rows: then make the lengths of the direction's rows about equal, using an average
-            over steps [NorMuon].
+        orthogonalize: whether to first make all singular values of a direction approximately equal,
+            as Muon does with the gradient [Muon].
+        normalize_rows: whether to then make the lengths of the direction's rows approximately
+            equal, using an average over steps [NorMuon].
         momentum: Nesterov momentum of the gradients, before they are preconditioned. It replaces
             the optimizer's momentum, which must be 0. A number, a schedule, or 0 for none. Lengths
             do not depend on it.
@@ -173,7 +173,7 @@ class Clip(Choice):
 
     @property
     def bound(self) -> Number:
-        """The bound, or a schedule of it."""
+        """The bound: a number or a schedule."""
         raise NotImplementedError
 
 
@@ -197,7 +197,7 @@ class KLClip(Clip):
 
     @property
     def bound(self) -> Number:
-        """The bound, or a schedule of it."""
+        """The bound: a number or a schedule."""
         return self.kl_clip
 
 
@@ -217,7 +217,7 @@ class _OfDirection(Clip):
 
     @property
     def bound(self) -> Number:
-        """The bound, or a schedule of it."""
+        """The bound: a number or a schedule."""
         return self.max_norm
 
 
