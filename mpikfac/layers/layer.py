@@ -275,7 +275,7 @@ class Layer:
         )
 
     def with_groups(self, count: int) -> Layer:
-        """Return a layer that computes one side's moments of `count` such layers, as its groups."""
+        """Return a layer with `count` such layers as its groups, to compute moments of one side."""
         layer = copy.copy(self)
         layer.shape, layer._last = replace(self.shape, groups=count * self.shape.groups), -3
         return layer

@@ -278,7 +278,7 @@ def check_loaded_momentum(
 
 @contextmanager
 def taking_up() -> Iterator[None]:
-    """Report an error in the body as an error in adopting a change to the trained parameters.
+    """Re-raise an error in the body as a failure to adopt a change to the trained parameters.
 
     Raises:
         UserError: the change cannot be adopted.

@@ -95,7 +95,7 @@ def check_replicas(comm: Comm, model: nn.Module, sharding: Sharding) -> None:
 
 
 def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
-    """Check that the trainer's ranks, in order, hold a parameter's rows.
+    """Check that the trainer's ranks hold a parameter's rows in rank order.
 
     Raises:
         ValueError: a trained parameter is not sharded, or it is sharded in another way.
@@ -137,7 +137,7 @@ def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
 
 
 def check_averaged(module: Any) -> None:
-    """Check that the gradients of a module's next backward pass become means over all ranks.
+    """Check that a module's gradients are averaged over all ranks in the next backward pass.
 
     Raises:
         ValueError: the program has set another divisor, or turned the reduction off.

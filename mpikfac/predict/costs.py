@@ -1,6 +1,6 @@
 """Predict the times of messages and of a rank's computations on a machine, with pure functions.
 
-A collective takes, in each round of the algorithm that the machine's MPI chooses (`algorithms`), a
+The MPI library chooses an algorithm for each collective (`algorithms`). Each of its rounds takes a
 latency plus the bytes of the busiest link divided by the bandwidth. If the collective was measured,
 the measurement is used, and the rounds only convert it to other numbers of ranks and to unequal
 parts.
@@ -353,7 +353,7 @@ def moments(plan: Plan, rank: int) -> Iterator[int]:
 
 
 def product_seconds(multiplications: int, machine: Machine) -> float:
-    """Return the time of a matrix product, at the rate of square matrices with as many operations.
+    """Return the time of a matrix product, at the rate of a square product of the same cost.
 
     Raises:
         ValueError: the machine has no rates for products.

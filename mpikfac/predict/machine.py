@@ -46,7 +46,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Sample:
-    """Store the times of a collective, measured while all ranks are in the same collective.
+    """Store the times of a collective, measured while all ranks run the same collective.
 
     Attributes:
         ranks: the number of members of the communicator.

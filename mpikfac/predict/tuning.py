@@ -1,4 +1,4 @@
-"""Choose a strategy for a machine, and which messages it merges and which factors it replicates."""
+"""Choose a strategy for a machine, including which messages to merge and factors to replicate."""
 
 from __future__ import annotations
 

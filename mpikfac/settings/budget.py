@@ -133,7 +133,7 @@ class Budget:
     # -- state -----------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Return the sizes of the first batch as text, or "" before it."""
+        """Return the sizes of the first batch as text, or "" before the first batch."""
         return json.dumps({n: asdict(s) for n, s in self.seen.items()}) if self.seen else ""
 
 

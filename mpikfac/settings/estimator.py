@@ -38,8 +38,9 @@ LEAST_VECTORS = 3  # per row of the layer's largest factor
 def usual_distance(examples: int, vectors: int, shares: int, order: int) -> int:
     """Return the default distance between the examples from which factors are estimated.
 
-    It is the largest power of 2 that leaves 32 examples, and 3 vectors per row of the largest
-    factor; 1 if the batch has fewer. Martens & Grosse [2015, section 8] use an eighth of a batch.
+    It is the largest power of 2 that leaves at least 32 examples, and 3 vectors per row of the
+    largest factor, or 1 if the batch has fewer. Martens & Grosse [2015, section 8] use an eighth of
+    a batch.
 
     Args:
         examples: the number of examples in a shard of the batch.

@@ -101,7 +101,7 @@ class Synchronization(Choice):
         return None
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`; axes left out have their defaults."""
+        """Return the method's values on the axes in `axes`; other axes keep their defaults."""
         return {}
 
 

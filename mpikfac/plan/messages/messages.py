@@ -152,7 +152,7 @@ def gathers(
 def rows(
     stage: str, counts: Sequence[Sequence[int]], size: int, member: int, over: str = "world"
 ) -> list[Message]:
-    """Return the message in which members exchange rows, on rank `member`.
+    """Return the message of rank `member` in an exchange of rows between members.
 
     Args:
         counts: the number of rows from every member to every member.
