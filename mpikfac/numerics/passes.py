@@ -64,7 +64,7 @@ def accumulates(parameters: Iterable[Tensor]) -> bool:
 
 
 def outside_of_transforms(tensor: Tensor) -> Tensor:
-    """Return a tensor outside of all transforms of `torch.func`, as in the program's own graph."""
+    """Return a tensor without the wrappers of `torch.func`, as in the program's own graph."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

@@ -133,7 +133,7 @@ class Plan:
 
     @cached_property
     def grid(self) -> RankGrid:
-        """The ranks as rows and columns, on nodes."""
+        """The grid of ranks in rows and columns, and the distribution of ranks over nodes."""
         strategy = self.strategy
         per_node, curvature = strategy.transport.ranks_per_node, strategy.refresh.servers
         split = self.split.tp_plan

@@ -128,7 +128,7 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The ranks as rows and columns, on nodes.
+    """The grid of ranks in rows and columns, and the distribution of ranks over nodes.
 
     Attributes:
         count: the number of training ranks.
@@ -350,8 +350,8 @@ def spread(
 ) -> dict[str, int]:
     """Return the updater of every uncovered parameter: a rank that updates layers, if there is one.
 
-    Every updater takes part in all reductions, so other ranks are avoided. Parameters are placed
-    largest first, on the rank with the fewest elements.
+    Every updater takes part in all reductions, so no further ranks become updaters. Parameters are
+    placed largest first, on the rank with the fewest elements.
 
     Args:
         stepped: the number of elements in the layers that each rank updates.

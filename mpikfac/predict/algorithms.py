@@ -209,8 +209,8 @@ def _busiest(
 def _ring(parts: np.ndarray, together: int, first: int = 0) -> list[Round]:
     """Pass all parts on to the next member, starting with part `r + first` on member r.
 
-    The largest part is always in flight. Between nodes, the positions of the parts in flight
-    alternate.
+    The largest part is always in flight. The parts that cross between nodes in a round are at the
+    same position in their nodes, which changes from round to round.
     """
     ranks, largest = len(parts), parts.max()
     turns = Counter((together - 1 + first - k) % together for k in range(ranks - 1))

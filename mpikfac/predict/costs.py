@@ -215,7 +215,7 @@ def _modelled(
 def _converted(
     sample: Sample, size: float, modelled: tuple[float, float], machine: Machine
 ) -> float:
-    """Scale a time measured with equal parts to another collective, by their modelled times.
+    """Scale a time measured with equal parts to another collective, using modelled times of both.
 
     The latency is scaled by the ratio of the modelled latencies, and the rest by the ratio of the
     modelled times for bytes.
