@@ -61,7 +61,7 @@ def in_shards(
 
 
 def _divided(whole: Message) -> bool:
-    """Return whether a message is a reduction or gather of neighbouring parts, not encoded."""
+    """Return whether a message is an unencoded reduction or gather of neighbouring parts."""
     first, last = whole.spans[0][0], whole.spans[-1][1]
     return (
         whole.primitive in ("Reduce_scatter", "Allgatherv")
