@@ -29,7 +29,7 @@ from mpikfac.plan import LayerShape, Shape, default_rule
 
 Rule = Callable[[LayerShape], LayerShape]
 Ties = Mapping[int, Sequence[str]]
-"""For each shared parameter, by `id`, its names in all modules that use it."""
+"""The names of each shared parameter in all modules that use it, by `id`."""
 NAMES = ("skip", "own_examples", "part_of_batch")
 """The arguments that are sequences of module names."""
 
@@ -205,7 +205,7 @@ def check_any_covered(
 
     Raises:
         ValueError: no layer is covered, although a trained module that is not skipped has a class
-            derived from a covered one, as wrappers create them.
+            derived from a covered one, such as a wrapper's.
     """
     coverage = coverage or Coverage()
     for name, module in model.named_modules() if not layers else ():
@@ -234,7 +234,7 @@ def find_uncovered(
     """Return trained parameters whose `id` is not in `covered`, and all running statistics.
 
     Args:
-        ties: for each parameter that is not covered because modules share it, by `id`, its names.
+        ties: the names of each parameter that is not covered because modules share it, by `id`.
 
     Raises:
         ValueError: a layer has sparse gradients.

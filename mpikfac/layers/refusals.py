@@ -1,4 +1,4 @@
-"""Report all modules of a model that cannot be covered in a single error."""
+"""Report, in a single error, all modules of a model that cannot be covered."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
 def alike(tensors: Mapping[Key, Tensor]) -> list[list[Key]]:
     """Return the keys, grouped by shape and dtype; on the CPU, each key is its own group.
 
-    A GPU takes as long to launch a small kernel as to run it. On the CPU, stacking would add
+    On a GPU, launching a small kernel takes as long as running it. On the CPU, stacking would add
     a copy and gain nothing.
     """
     groups: dict[object, list[Key]] = {}

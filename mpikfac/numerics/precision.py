@@ -45,7 +45,7 @@ Scaler: TypeAlias = GradScaler | PassedScale
 
 
 def is_unscaled(scaler: Scaler, optimizer: Optimizer) -> bool:
-    """Return whether `scaler.unscale_(optimizer)` was called since the last update of the scale."""
+    """Return whether `scaler.unscale_(optimizer)` has been called since the last scale update."""
     states: Any = getattr(scaler, "_per_optimizer_states", {})  # torch has no public interface
     stage = states.get(id(optimizer), {}).get("stage")
     return getattr(stage, "name", "") == "UNSCALED"

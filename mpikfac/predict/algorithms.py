@@ -390,7 +390,7 @@ def _scatter(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _handed_out(parts: np.ndarray, together: int) -> list[Round]:
-    """Send equal parts along a binomial tree, to far members first."""
+    """Send equal parts along a binomial tree, to distant members first."""
     size, distances = parts[0], _powers(len(parts))[::-1]
     return [_branch(size * min(d, len(parts) - d), d, together) for d in distances]
 

@@ -191,7 +191,7 @@ def nearest(
 
 
 def _rounds(primitive: str, parts: Parts, nodes: int, library: str) -> list[Round]:
-    """Return the rounds of a message, piece by piece; pieces contain a fraction of every part."""
+    """Return the rounds of a message, piece by piece; each piece has a fraction of every part."""
     together = math.ceil(len(parts) / nodes)
     found: list[Round] = []
     for name in primitive.split(", "):

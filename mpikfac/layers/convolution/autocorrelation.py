@@ -174,7 +174,7 @@ def can_correlate(x: Tensor, window: Window) -> bool:
 
 
 def worth_correlating(x: Tensor, window: Window) -> bool:
-    """Return whether `by_correlation` is much less work than copying all patches.
+    """Return whether `by_correlation` takes much less work than copying all patches.
 
     Work is measured in products per example and pair of channels; the rule was fitted to times on
     CPU cores. On a GPU, which runs small kernels faster than the host launches them, patches are

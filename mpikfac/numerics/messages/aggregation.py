@@ -14,7 +14,7 @@ from mpikfac.plan import Aggregation
 
 
 class ByVector:
-    """Aggregate shards with a rule without state; the base class of rules with state.
+    """Aggregate shards with a stateless rule; the base class for rules with state.
 
     Attributes:
         memory: tensors that the rule keeps from step to step, by name; initially zero.

@@ -51,7 +51,7 @@ class Choices:
         return value.name if isinstance(value, Choice) else value
 
     def of_method(self, name: str) -> str:
-        """Return the method that has the property `name`, such as "sync='parle'", or ""."""
+        """Return the method with the property `name`, such as "sync='parle'"; "" for a field."""
         joint, _, field = name.rpartition(".")
         if name in self._settings or not joint:
             return ""
@@ -135,7 +135,7 @@ def check(table: Iterable[Combination], choices: Choices, of: str = "") -> None:
         of: the layer that the choices belong to, such as " of layer 'conv1'".
 
     Raises:
-        ValueError: a requirement is not met; the message states all of them, the values and the
+        ValueError: requirements are not met; the message states all of them, the values and the
             reason.
     """
     for row in table:

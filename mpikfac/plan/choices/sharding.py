@@ -87,7 +87,7 @@ class Sharding:
 
     @cached_property
     def scattered(self) -> list[list[int]]:
-        """How many values each owner sends to each rank: elements, and one more per shard."""
+        """How many values each owner sends to each rank: its elements, and one more per shard."""
         ranks = range(len(self.parameters[0].elements))
         of_owner = [[p for p in self.parameters if p.owner == owner] for owner in ranks]
         return [[sum(p.elements[rank] + 1 for p in own) for rank in ranks] for own in of_owner]

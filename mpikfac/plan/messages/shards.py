@@ -1,8 +1,8 @@
 """Reductions to owners and gathers from owners that pass through equal shards on all members.
 
 The cost of a collective with unequal parts depends on MPI's algorithm: in a ring of many ranks,
-every round takes as long as the largest part. A reduction to owners therefore first reduces equal
-shards to all members, which then pass the values on to the owners. In a gather, the owners first
+every round takes as long as the largest part. A reduction to owners therefore first reduces values
+to equal shards on all members, which then pass them on to the owners. In a gather, the owners first
 pass their values on to equal shards. In two levels, shards are ordered by position, so each level
 needs a single collective.
 """

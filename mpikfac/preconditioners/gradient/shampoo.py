@@ -58,7 +58,7 @@ class Roots(Moments):
 
 
 def form_of(name: str) -> Form:
-    """Return a description of a preconditioner with roots for the plan."""
+    """Return the plan's description of a preconditioner with roots."""
     needs = needs_of(
         name, {"grafting": OneOf(("none", "sgd", "adam")), "grafting.orthogonalize": False}
     )
