@@ -80,7 +80,7 @@ def divided(mesh):
 PLAIN = "use the plain model"
 SHARDED = {
     "FSDP2, a layer": (by_layer, "1.weight is not sharded, but .*: call fully_shard"),
-    "FSDP2, whole weights": (unsharded, "0.weight is whole, .*; .* call model.reshard"),
+    "FSDP2, whole weights": (unsharded, "0.weight is not sharded, .*; .* call model.reshard"),
     "FSDP2, columns": (by_columns, "0.weight has the placements S(1) on .*; K-FAC needs shards"),
     "FSDP2, sums": (divided, "set_gradient_divide_factor(1) must not be called"),
     "FSDP1": (fsdp1, f"the model is wrapped in FullyShardedDataParallel; {PLAIN}"),
