@@ -1,4 +1,4 @@
-"""Measure the sizes of layers' calls in a pass, on which the statistics of factors depend."""
+"""Measure the sizes of each layer's calls, on which the cost of its statistics depends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def call_sizes(
 ) -> dict[str, list[CallSize]]:
     """Return the sizes of all calls of each layer in a forward and a backward pass.
 
-    If there are several groups, only the first one is measured. On torch's meta device, the passes
-    compute no values. Gradients of parameters and running statistics change.
+    If a layer has several groups, only the first one is measured. On torch's meta device, the
+    passes compute no values. The passes change the parameters' gradients and running statistics.
 
     Args:
         model: a model in training mode that returns a single tensor.

@@ -1,4 +1,4 @@
-"""Select the modules that K-FAC covers and the form of their factors; find all other tensors."""
+"""Select the modules that K-FAC covers, and the form of their factors; find all other tensors."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from mpikfac.plan import LayerShape, Shape, default_rule
 
 Rule = Callable[[LayerShape], LayerShape]
 Ties = Mapping[int, Sequence[str]]
-"""The names of shared parameters in all modules that use them, by `id`."""
+"""The names of each shared parameter in all modules that use it, by `id`."""
 NAMES = ("skip", "own_examples", "part_of_batch")
-"""The arguments that contain names of modules."""
+"""The arguments that are sequences of module names."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,21 @@ class Coverage:
 
     Args:
         skip: names of modules to train first-order, including all modules inside them.
-        covers: the kind of layer for each class of modules, or for the full name of the class.
+        covers: the kind of layer that covers each class of modules, by the class or its full name.
             The default, `KINDS`, covers linear layers, convolutions, embeddings and attention.
-            `{**KINDS, **NORMS}` also covers normalisations. Add your own modules in the same way;
-            see `layers`.
-        rule: a function from a layer's full factors to the factors that are kept, such as only
-            diagonals or blocks, or only one side; it can also set how positions that share a weight
-            are counted, and the layer's preconditioner, if it differs from the run's.
-        own_examples: names of modules, including all modules inside them, whose first input
-            dimension is not the batch but their own examples, of which there can be any number,
-            such as boxes in images. These count as the layers' examples, and K-FAC does not warn
-            about their number. The loss is a mean over them.
-        part_of_batch: names of modules, including all modules inside them, whose calls receive a
-            part of the batch, such as experts, early exits or masked tokens. The loss is a mean
-            over the whole batch, whose number of examples is taken from the other layers.
+            `{**KINDS, **NORMS}` also covers normalisation layers. Add your own modules in the same
+            way; see `layers`.
+        rule: a function that maps the shape of a layer with full factors to the shape to use, for
+            example with only diagonals, only blocks or only one side; it can also set how positions
+            that share a weight are counted, and a preconditioner for this layer.
+        own_examples: names of modules, including all modules inside them, for which the first
+            dimension of the input is not the batch but any number of other examples, such as boxes
+            in images. K-FAC uses these as the layer's examples and does not warn about their
+            number. The loss must be a mean over them.
+        part_of_batch: names of modules, including all modules inside them, whose calls receive only
+            a part of the batch, such as experts, early exits or layers applied to masked tokens.
+            The loss must be a mean over the whole batch, whose number of examples is taken from the
+            other layers.
 
     Raises:
         ValueError: a string was passed in place of a sequence of names.
@@ -77,19 +78,20 @@ def cover(
     coverage: Coverage | None = None,
     statistics_dtype: torch.dtype | None = None,
 ) -> tuple[list[Layer], list[Other]]:
-    """Return the covered layers, and uncovered parameters and running statistics, in model order.
+    """Return the covered layers, and all uncovered parameters and running statistics.
 
-    Modules of the types in `covers` are covered, except those without trained parameters, and those
-    that are named in `skip` or inside a module that is. Modules with the same parameters form a
-    single layer if they compute the same output. Other modules that share a parameter are not
-    covered.
+    Both lists are in model order. Modules of the types in `covers` are covered, except those
+    without trained parameters, and those that are named in `skip` or inside a module that is.
+    Modules with the same parameters form a single layer if they compute the same output. Other
+    modules that share a parameter are not covered.
 
     Args:
-        statistics_dtype: inputs of convolutions are rounded to this dtype before multiplying.
+        statistics_dtype: the dtype to which inputs of convolutions are rounded before they are
+            multiplied; None to leave them unchanged.
 
     Raises:
-        Refused: modules cannot be covered exactly; the error names all of them.
-        ValueError: no module has a name in `skip`, `own_examples` or `part_of_batch`.
+        Refused: some modules cannot be covered exactly; the error names all of them.
+        ValueError: a name in `skip`, `own_examples` or `part_of_batch` is not that of a module.
     """
     coverage = coverage or Coverage()
     skip, covers = coverage.skip, coverage.covers
@@ -130,8 +132,8 @@ def cover(
 def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
     """Return the layers that contain all uses of their parameters, and the ties of the others.
 
-    A gradient is the sum over all uses of a parameter, such as a weight that the embedding shares
-    with the head; factors of only some of the uses do not describe the sum's curvature.
+    A parameter's gradient is the sum over all its uses: for a weight shared by the embedding and
+    the head, it is the sum over both. The factors of only some uses do not describe its curvature.
     """
     uses: dict[int, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
@@ -153,7 +155,8 @@ def _ruled(rule: Rule, shape: LayerShape) -> LayerShape:
     """Return a layer's shape after applying the rule.
 
     Raises:
-        ValueError: the rule keeps something that the layer does not have.
+        ValueError: the rule changes the layer's name, sizes or groups, or sets `sides` or
+            `rescaled` to a value that the layer does not support.
     """
     ruled = rule(shape)
     same = ("name", "inputs", "outputs", "groups")
@@ -180,7 +183,7 @@ def alike(first: nn.Module, second: nn.Module) -> bool:
 def offers(
     model: nn.Module, others: Sequence[Other], coverage: Coverage | None = None
 ) -> list[str]:
-    """Return a line for each class of uncovered modules that computes what a covered one does."""
+    """Return a line for each class of uncovered modules that compute the same as a covered one."""
     coverage = coverage or Coverage()
     uncovered = {id(block.tensor) for block in others if block.parameters and not block.ties}
     names: dict[type[nn.Module], list[str]] = {}
@@ -198,11 +201,11 @@ def offers(
 def check_any_covered(
     model: nn.Module, layers: Sequence[Layer], coverage: Coverage | None = None
 ) -> None:
-    """Check that K-FAC covers a layer, unless no module derives from a covered class.
+    """Check that K-FAC covers at least one layer if a module's class derives from a covered one.
 
     Raises:
-        ValueError: only modules of derived classes, such as wrappers create, have trained
-            parameters that could be covered.
+        ValueError: no layer is covered, although a trained module that is not skipped has a class
+            derived from a covered one, such as a wrapper's.
     """
     coverage = coverage or Coverage()
     for name, module in model.named_modules() if not layers else ():
@@ -231,7 +234,7 @@ def find_uncovered(
     """Return trained parameters whose `id` is not in `covered`, and all running statistics.
 
     Args:
-        ties: the names of parameters that are not covered because modules share them.
+        ties: the names of each parameter that is not covered because modules share it, by `id`.
 
     Raises:
         ValueError: a layer has sparse gradients.
@@ -255,14 +258,14 @@ def find_uncovered(
 def covered_shapes(
     model: nn.Module, coverage: Coverage | None = None
 ) -> tuple[list[LayerShape], list[tuple[str, Shape]]]:
-    """Return layer shapes, and the names and shapes of uncovered tensors, for `make_plan`."""
+    """Return the layers' shapes, and the uncovered tensors' names and shapes, for `make_plan`."""
     layers, others = cover(model, coverage)
     others.append(Votes(torch.float32, torch.device("cpu")))
     return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]
 
 
 def trained_shapes(model: nn.Module, coverage: Coverage | None = None) -> list[tuple[str, Shape]]:
-    """Return the block and the shape of every trained parameter, for `Sharding.of`.
+    """Return the name of the block and the shape for every trained parameter, for `Sharding.of`.
 
     A block is a covered layer or an uncovered parameter.
     """

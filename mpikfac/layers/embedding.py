@@ -1,4 +1,4 @@
-"""Describe embeddings as matrices: inputs are unit vectors, so A is a diagonal of frequencies."""
+"""Describe embeddings as matrices: inputs are unit vectors, so A is a diagonal matrix."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ class EmbeddingLayer(Layer):
         super().__init__(name, module)
 
     def whole_shape(self) -> LayerShape:
-        """Return the shape: a diagonal of frequencies, and a factor of order `embedding_dim`.
+        """Return the shape: A is a diagonal of frequencies, and G has the order `embedding_dim`.
 
-        The gradient of an example would be as large as the weight and nearly all zeros, so
-        per-example gradients are never computed (`rescaled=False`).
+        An example's gradient would be as large as the weight and consist almost entirely of zeros,
+        so per-example gradients are never computed (`rescaled=False`).
         """
         inputs, outputs = self.module.weight.shape
         return LayerShape(self.name, inputs, outputs, diagonal="A", rescaled=False)
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return how often entries are used, or `sum(g g^T)`; a unit vector is its own square."""
+        """Return `sum(a a^T)`, which counts how often each entry is used, or `sum(g g^T)`."""
         if side == "A" and self.shape.kfac_approx == "expand":
             used = self.input_vector(x)
             return used.view(-1, 1, 1) if "A" in self.shape.diagonal else used.diag()
         return super().second_moment(side, x, g)
 
     def input_vector(self, x: Tensor) -> Tensor:
-        """Return how often every entry is used, `[inputs]`."""
+        """Return how often each entry is used, `[inputs]`."""
         used = torch.bincount(x.flatten(), minlength=len(self.module.weight)).to(self._dtype)
         if self.module.padding_idx is not None:
             used[self.module.padding_idx] = 0
         return used
 
     def input_means(self, x: Tensor) -> Tensor:
-        """Return, per example, the fraction of positions that use an entry, `[batch, inputs]`."""
+        """Return the fraction of an example's positions that use each entry, `[batch, inputs]`."""
         entries, count = x.reshape(len(x), -1), len(self.module.weight)
         means = torch.zeros(len(x), count, dtype=self._dtype, device=x.device)
         share = torch.full_like(entries, 1 / entries.shape[1], dtype=means.dtype)
@@ -61,7 +61,7 @@ class EmbeddingLayer(Layer):
     def projections(
         self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return rows of `of_inputs`: products with unit vectors; and projections of `g`."""
+        """Return rows of `of_inputs`, its products with unit vectors, and projections of `g`."""
         rows = of_inputs[0].clone()
         if self.module.padding_idx is not None:
             rows[self.module.padding_idx] = 0
@@ -69,7 +69,7 @@ class EmbeddingLayer(Layer):
         return rows[x.flatten()], vectors @ of_outputs[0]
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the unit vectors, which take `inputs` elements per position, and the gradients."""
+        """Return the unit vectors, with `inputs` elements per position, and the gradients."""
         entries, count = x.reshape(len(x), -1), len(self.module.weight)
         units = F.one_hot(entries, count).to(g.dtype)
         if self.module.padding_idx is not None:
@@ -78,7 +78,7 @@ class EmbeddingLayer(Layer):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype for counts, which need more digits than bfloat16 has."""
+        """Return the dtype for counts, which require more precision than bfloat16."""
         return torch.promote_types(self.module.weight.dtype, torch.float32)
 
     def arranged(self, parameter: Tensor) -> Tensor:

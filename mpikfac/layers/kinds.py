@@ -1,4 +1,4 @@
-"""List the kinds of layers by the class of the module, or by the full name of the class."""
+"""Map classes of modules, or their full names, to the kinds of layers that cover them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ KINDS: Kinds = {
     "transformers.pytorch_utils.Conv1D": TransposedLayer,
     "timm.layers.linear.Linear": Layer,
 }
-"""The kinds of modules covered by default. Modules of derived classes are not covered, because they
-can compute something else."""
+"""The modules covered by default. Modules of derived classes are not covered, because they can
+compute something else."""
 
 NORMS: Kinds = dict.fromkeys(
     (
@@ -39,12 +39,13 @@ NORMS: Kinds = dict.fromkeys(
     ),
     NormLayer,
 )
-"""Normalisations, for `covers={**KINDS, **NORMS}`."""
+"""Normalisation layers, for `covers={**KINDS, **NORMS}`."""
 
 
 SIDE_BY_SIDE = {Layer, TransposedLayer, ProjectionLayer, CellLayer, ConvLayer}
 """Layers whose moment of a side depends only on that side's tensor, so layers of the same form can
-be the groups of one layer. Derived classes are left out, as they can compute something else."""
+be computed as the groups of one layer. Derived classes are left out, because they can compute
+something else."""
 
 
 def maker_of(module: nn.Module, covers: Kinds) -> Maker | None:
@@ -54,7 +55,7 @@ def maker_of(module: nn.Module, covers: Kinds) -> Maker | None:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class, or the one it had before `fully_shard` derived another."""
+    """Return the module's class or, after `fully_shard`, the class that the module had before."""
     kind = type(module)
     sharded = kind.__bases__[0].__name__ == "FSDPModule"
     original: type[nn.Module] = kind.__bases__[1] if sharded else kind
@@ -63,11 +64,11 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 # -- derived classes -----------------------------------------------------------------------------
 
-NEVER_CALLED = (NonDynamicallyQuantizableLinear,)  # attention multiplies by the weight itself
+NEVER_CALLED = (NonDynamicallyQuantizableLinear,)  # attention only reads its weight
 
 
 def same_as(module: nn.Module, covers: Kinds) -> bool:
-    """Return whether an uncovered module inherits everything it computes from a covered class."""
+    """Return whether an uncovered module inherits all its computations from a covered class."""
     kind = class_of(module)
     base = covered_base(kind, covers)
     if base is None or maker_of(module, covers) or kind in NEVER_CALLED:
@@ -76,7 +77,7 @@ def same_as(module: nn.Module, covers: Kinds) -> bool:
 
 
 def offer(kind: type[nn.Module], covers: Kinds) -> str:
-    """Return the argument of `KFAC` that covers a class with the same outputs as a covered one."""
+    """Return the `KFAC` argument that covers a class with the same outputs as a covered one."""
     base, derived = covered_base(kind, covers), kind.__name__
     assert base is not None
     (table, *_) = [name for name, kinds in (("KINDS", KINDS), ("NORMS", NORMS)) if base in kinds]

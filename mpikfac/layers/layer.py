@@ -1,7 +1,7 @@
-"""Describe a module that multiplies inputs by a weight as matrices; `Layer` is a linear layer.
+"""Describe modules that multiply their inputs by a weight; `Layer` describes a linear layer.
 
 A covered layer's weight and bias form a matrix `[outputs, inputs]` with the bias as the last
-column; with groups, a matrix per group, `[groups, outputs, inputs]`.
+column; with groups, there is one matrix per group, `[groups, outputs, inputs]`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ weight."""
 
 
 class Attached(Protocol):
-    """Describe something attached to a module, such as a hook."""
+    """Something attached to a module, such as a hook."""
 
     def remove(self) -> None:
         """Restore the module."""
 
 
 def skipping(names: Sequence[str]) -> str:
-    """Return the argument of `KFAC` that makes the named modules train first-order."""
+    """Return the `KFAC` argument with which the named modules are trained first-order."""
     return f"coverage=mpikfac.Coverage(skip={list(names)!r})"
 
 
 class NotCovered(ValueError):
-    """Report that a module cannot be covered; the message is the reason, without the module's name.
+    """Report that a module cannot be covered; the message gives the reason, but not the name.
 
     Raised by the constructor of a layer. `cover` collects the reasons of all modules of a model.
     """
@@ -66,16 +66,18 @@ class Layer:
         bias: whether the matrix's last column is the bias.
         bias_alone: whether the bias is the only column.
         shape: the layer's factors and the form of its gradient.
-        spatial: whether positions are pixels; only "expand" ignores this when it normalises.
+        spatial: whether positions are pixels; this affects how factors are normalised, except with
+            `normalization="expand"`.
         dimensions: the minimum number of dimensions of a batch; an input with fewer is one example.
         quadratic: the sides whose statistics are sums of squares of gradients; the statistics of
             other sides use only inputs.
-        rounded_to: inputs of convolutions are rounded to this dtype before multiplying.
+        rounded_to: the dtype to which inputs of convolutions are rounded before they are
+            multiplied; None to leave them unchanged.
         of_batch: whether the first dimension of inputs is the batch; otherwise, it is the layer's
             own examples.
-        of_part: whether these examples are a part of the batch, and the loss is a mean over the
-            whole batch.
-        group: the only group that the layer's statistics belong to; None for all groups.
+        of_part: whether these examples are only a part of the batch, and the loss is a mean over
+            the whole batch.
+        group: the group to which the layer's statistics belong; None if they belong to all groups.
     """
 
     spatial = False
@@ -93,8 +95,8 @@ class Layer:
         """Use the weight and bias in `given`, or the module's `weight` and `bias` if it is None.
 
         Raises:
-            NotCovered: weight or bias is not a parameter of the module but computed in every pass,
-                or neither is trained.
+            NotCovered: the weight or bias is not a parameter of the module but computed in every
+                pass, or neither is trained.
         """
         self.name = self.path = name
         self.modules = [module]
@@ -142,20 +144,22 @@ class Layer:
     def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[RemovableHandle]:
         """Call `hook` after each forward call of one of the layer's modules; return the handles.
 
-        The hook runs before all hooks of the program, which could replace the module's output.
+        The hook runs before the program's own hooks, because these can replace the module's output.
         """
         return [module.register_forward_hook(hook, with_kwargs=True, prepend=True)]
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """Return the input and the hook of a module call; None without a backward pass.
+        """Return a call's input, and a function that registers a hook on the output's gradient.
+
+        Return None if no backward pass follows.
 
         Raises:
             TypeError: the output is not a tensor.
         """
         if not isinstance(output, Tensor):
             raise TypeError(
-                f"layer {self.name!r}: a {type(output).__name__} is not a tensor and not covered; "
-                f"pass tensors, or train the layer first-order with {skipping([self.path])}"
+                f"layer {self.name!r} returned a {type(output).__name__}, which is not a tensor; "
+                f"pass it tensors, or train it first-order with {skipping([self.path])}"
             )
         # The hook is on the graph, not on the module: an in-place activation after a layer
         # breaks module backward hooks, and calls without a backward pass need not be recorded.
@@ -164,9 +168,9 @@ class Layer:
         x = positional[0] if positional else named["input"]
         if x.layout != torch.strided or x.is_nested:
             x = self._dense(x)
-        if x.is_floating_point():  # under autocast autograd keeps a copy, so x can change in place
+        if x.is_floating_point():  # under autocast, autograd saves a copy, so x may be overwritten
             x = x.detach().to(output.dtype)
-        # A split layer's examples and channels can differ from the rank's.
+        # A split layer has its own `watch`: its examples and channels can differ from the rank's.
         watch = getattr(self.module.forward, "watch", None)
         return (x, partial(listen, output)) if watch is None else watch(x, output)
 
@@ -174,7 +178,7 @@ class Layer:
         """Return a sparse input as a dense tensor.
 
         Raises:
-            TypeError: the input is nested, or in oneDNN's layout.
+            TypeError: the input is a nested tensor, or in oneDNN's layout.
         """
         if x.is_nested or x.is_mkldnn:
             kind = "a nested tensor" if x.is_nested else "in the layout of oneDNN"
@@ -193,7 +197,7 @@ class Layer:
         return g.reshape(len(g), -1, *g.shape[self._last + 1 :])
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the tensor for input statistics, computed from a whole batch of inputs."""
+        """Return the tensor from which input statistics are computed, for a whole batch."""
         return x
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
@@ -211,7 +215,7 @@ class Layer:
     def second_moments(
         self, side: str, x: Tensor, g: Tensor, blocks: Sequence[slice]
     ) -> list[Tensor]:
-        """Return the blocks along the diagonal of `second_moment`."""
+        """Return the given blocks along the diagonal of `second_moment`."""
         kind = type(self)
         own = kind.input_sum if side == "A" else kind.output_sum
         of_rows = own in (Layer.input_sum, Layer.output_sum) and self.shape.kfac_approx == "expand"
@@ -261,7 +265,7 @@ class Layer:
         return self.outputs(g).sum(1)
 
     def form(self, side: str) -> Hashable:
-        """Return a key for layers whose moments of a side are computed identically, up to sizes."""
+        """Return a key; layers with the same key compute a side's moments in the same way."""
         return (
             type(self),
             side,
@@ -271,7 +275,7 @@ class Layer:
         )
 
     def with_groups(self, count: int) -> Layer:
-        """Return a layer whose groups are `count` such layers, for the moments of one side."""
+        """Return a layer with `count` such layers as its groups, to compute moments of one side."""
         layer = copy.copy(self)
         layer.shape, layer._last = replace(self.shape, groups=count * self.shape.groups), -3
         return layer
@@ -281,7 +285,7 @@ class Layer:
         return torch.stack(tuple(tensors), -2)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the vectors `a`, with the bias's 1, and `g`, position by position.
+        """Return the vectors `a`, with the bias's 1, and `g`, for every position.
 
         Shapes are `[batch, shared, inputs]` and `[batch, shared, outputs]`; with several groups,
         `[groups, batch, ...]`. The sum of `g a^T` over positions is an example's gradient.
@@ -294,17 +298,18 @@ class Layer:
     def projections(
         self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return `a`, without the bias's 1, and `g` times vectors, for every position.
+        """Return the products of `a`, without the bias's 1, and of `g` with vectors.
 
-        The sum of their product over positions is `u^T W v` for each pair of vectors, with the
-        weight's gradient `W` `[groups, outputs, inputs]`, summed over groups.
+        Multiplying both results and summing over positions gives, for each pair of vectors,
+        `u^T W v` summed over groups, where `W` `[groups, outputs, inputs]` is the weight's
+        gradient.
 
         Args:
             of_inputs: the vectors `v` of each group, `[groups, inputs, vectors]`.
             of_outputs: the vectors `u` of each group, `[groups, outputs, vectors]`.
 
         Returns:
-            Both as `[positions, vectors]`.
+            Both products, `[positions, vectors]`.
         """
         rows = self.inputs(x), self.outputs(g)
         a, b = (side.flatten(0, self._last).to(of_inputs.dtype) for side in rows)
@@ -323,7 +328,7 @@ class Layer:
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return, for each side, the factor that turns sums into A and G, or into their vectors."""
+        """Return, for each side, the factor that scales sums to A or G, or to the mean vector."""
         scales = vector_scales if vectors else factor_scales
         examples = batch if self.spatial or normalization == "expand" else positions
         return dict(zip("AG", scales(normalization, examples, positions / examples)))
@@ -331,7 +336,7 @@ class Layer:
     # -- gradients and values --------------------------------------------------------------------
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies that write gradients to the `parts` of a matrix; missing ones are 0.
+        """Return the copies that write gradients to the `parts` of a matrix; set missing ones to 0.
 
         Each copy is a pair of target and source; the caller performs the copies of many layers at
         once.
@@ -369,7 +374,7 @@ class Layer:
         return parameter
 
     def parts(self, matrix: Tensor) -> list[Tensor]:
-        """Return views of `matrix` `[outputs, inputs]`, shaped as the arranged weight and bias."""
+        """Return views of `matrix` `[outputs, inputs]`, shaped like the arranged parameters."""
         ends = [matrix[..., : matrix.shape[-1] - self.bias], matrix[..., -1]]
         chosen = ends[2 - len(self.parameters) :] if self.bias else ends[:1]
         return [part.view(shape) for part, shape in zip(chosen, self._arranged_shapes)]
@@ -380,7 +385,7 @@ class Layer:
 
     @property
     def in_use(self) -> list[Tensor]:
-        """The parameters that the module has now: in a pass, `fully_shard` replaces its shards."""
+        """The module's current parameters: during a pass, `fully_shard` replaces the shards."""
         return [getattr(module, name) for module, name in self._places]
 
 
@@ -396,15 +401,15 @@ def place_of(module: nn.Module, parameter: Tensor) -> tuple[nn.Module, str]:
 
 
 def _without_values(parameter: Tensor) -> Tensor:
-    """Return a tensor with a parameter's full shape, even if the rank holds only a shard."""
+    """Return a meta tensor with a parameter's full shape, even if the rank holds only a shard."""
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def _check_registered(module: nn.Module, tensors: Sequence[Tensor | None]) -> None:
-    """Check that weight and bias are stored in the module.
+    """Check that the weight and bias are stored in the module.
 
     Raises:
-        NotCovered: weight or bias is computed in every pass.
+        NotCovered: the weight or bias is computed in every pass.
     """
     registered = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
     if any(tensor is not None and id(tensor) not in registered for tensor in tensors):

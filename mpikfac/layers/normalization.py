@@ -17,9 +17,9 @@ from mpikfac.plan import LayerShape, Normalization
 class NormLayer(Layer):
     """Cover a normalisation's scale and shift, with every unit as a group with 1 output.
 
-    An example's gradient for a unit is `sum(g x, g)` over positions, where `x` is the normalised
-    input. The mean of the gradients' outer products is exactly the unit's block of the Fisher
-    matrix, not a product of expectations. The block replaces A; there is no G.
+    An example's gradient for a unit is the sum of `(g x, g)` over positions, where `x` is the
+    normalised input. The mean of the gradients' outer products is exactly the unit's block of the
+    Fisher matrix, not a product of expectations. The block replaces A; there is no G.
     """
 
     quadratic = "A"
@@ -70,7 +70,7 @@ class NormLayer(Layer):
         return self._gradients(x, g).sum(0)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return every unit's gradient and the number 1, as if examples had a single position."""
+        """Return each unit's gradient and the number 1, as if every example had one position."""
         gradients = self._gradients(x, g).transpose(0, 1).unsqueeze(2)
         pair = gradients, gradients.new_ones(*gradients.shape[:-1], 1)
         return pair if self.shape.groups > 1 else (pair[0][0], pair[1][0])
@@ -78,7 +78,7 @@ class NormLayer(Layer):
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return `batch`, the factor by which squares of a mean loss's gradients are too small."""
+        """Return the factor for A: 1 for vectors, otherwise `batch`, because the loss is a mean."""
         return {"A": 1.0 if vectors else float(batch)}
 
     def positions(self, g: Tensor) -> int:
@@ -86,12 +86,12 @@ class NormLayer(Layer):
         return len(g)
 
     def parts(self, matrix: Tensor) -> list[Tensor]:
-        """Return views of `matrix` `[units, 1, inputs]`, shaped as scale and shift."""
+        """Return views of `matrix` `[units, 1, inputs]`, shaped like the scale and shift."""
         columns = matrix.view(self.shape.groups, self.shape.inputs).unbind(1)
         return [column.view(p.shape) for column, p in zip(columns, self.parameters)]
 
     def _gradients(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return examples' gradients `[batch, units, 1 or 2]` of scale and shift, if trained."""
+        """Return per-example gradients `[batch, units, 1 or 2]` of scale and shift, if trained."""
         gradients = [g * x, g][2 - len(self.parameters) :] if self.bias else [g * x]
         return torch.stack(list(map(self._totals, gradients)), -1)
 

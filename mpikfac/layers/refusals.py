@@ -1,4 +1,4 @@
-"""Report at once, by name, all modules of a model that cannot be covered."""
+"""Report, in a single error, all modules of a model that cannot be covered."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Refused(ValueError):
     """Report all modules of a model that K-FAC cannot cover.
 
     Attributes:
-        reasons: the reason for each refused module, with all modules refused for this reason.
-        skip: the modules that were skipped, and those that cannot be covered.
+        reasons: for each module's name, a text with the reason and all modules it applies to.
+        skip: the names of the modules that were skipped, and of those that cannot be covered.
         without_remedy: the message without the remedy.
     """
 
@@ -47,7 +47,7 @@ class Refused(ValueError):
 
 
 def by_reason(refused: Iterable[tuple[str, str]]) -> list[Refusal]:
-    """Group pairs of a module's name and a reason by reason."""
+    """Group pairs `(name of a module, reason)` by reason."""
     names: dict[str, list[str]] = {}
     for name, reason in refused:
         names.setdefault(reason, []).append(name)
@@ -58,7 +58,7 @@ def check_names(model: nn.Module, choice: str, chosen: Sequence[str]) -> None:
     """Check that the names in a choice such as "skip" are modules of the model.
 
     Raises:
-        ValueError: a name is not that of a module.
+        ValueError: no module has one of the names.
     """
     names = [name for name, _ in model.named_modules()]
     for name in chosen:

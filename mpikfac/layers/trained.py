@@ -1,4 +1,4 @@
-"""Compare a model with the parameters that a trainer knows."""
+"""Compare a model's parameters with those that a trainer knows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINERS: WeakKeyDictionary[nn.Module, ReferenceType[Trainer]] = WeakKeyDictiona
 
 
 def take_model(model: nn.Module, trainer: Trainer) -> None:
-    """Attach `trainer` to the model; the hooks of an older trainer are removed."""
+    """Attach `trainer` to the model, and remove the hooks of its previous trainer."""
     older = TRAINERS.get(model)
     if older is not None and (present := older()) is not None and present is not trainer:
         present.detach()
@@ -69,8 +69,8 @@ class Hook(partial[None]):
         """
         raise AttributeError(
             "the model has hooks of mpikfac, which torch.jit.script cannot compile: call the "
-            "trainer's close() before torch.jit.script(model), or script a new model with the "
-            "weights of model.state_dict()"
+            "trainer's close() before torch.jit.script(model), or script a new model that has "
+            "loaded model.state_dict()"
         )
 
 
@@ -103,7 +103,7 @@ class Trained:
         """Return whether the set of the model's parameters that require a gradient has changed.
 
         A renamed parameter counts as a different one, because pruning and parametrisations rename
-        the weight, and the module then multiplies by something else.
+        the weight, and the module then uses another tensor in its place.
 
         Raises:
             ValueError: a parameter was converted or moved.

@@ -13,7 +13,7 @@ NAMED = 8  # how many modules of a kind are named; the rest are counted
 
 
 def in_words(model: nn.Module, names: Iterable[str]) -> str:
-    """Return the parameters by kind of module, as in "BatchNorm2d 1 and 4 (weight, bias)"."""
+    """List the parameters by kind of module, as in "BatchNorm2d 1 and 4 (weight, bias)"."""
     of_modules: dict[str, list[str]] = {}
     for name in names:
         module, _, parameter = name.rpartition(".")
@@ -53,11 +53,11 @@ class Other:
         return [matrix]
 
     def arranged(self, parameter: Tensor) -> Tensor:
-        """Return the parameter, whose elements have the order of the matrix."""
+        """Return the parameter, whose elements are already in the order of the matrix."""
         return parameter
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy that writes the gradient to the `parts` of a matrix; 0 if missing."""
+        """Return the copy that writes the gradient to `parts`; set them to 0 if it is missing."""
         if self.tensor.grad is None:
             parts[0].zero_()
         else:
@@ -88,7 +88,7 @@ class Statistic(Other):
     The value is sent with the gradients, so all ranks have the same model after every step.
 
     Attributes:
-        count: the layer's count of batches; None if it has none.
+        count: the layer's batch count; None if the layer does not count batches.
     """
 
     def __init__(self, name: str, tensor: Tensor, count: Tensor | None = None) -> None:
@@ -115,12 +115,12 @@ class Statistic(Other):
         yield self._snapshot, self.tensor
 
     def abort_batch(self) -> None:
-        """Reset the value to that after the last step."""
+        """Reset the statistic to its value after the last step."""
         self.tensor.copy_(self._snapshot)
 
 
 class Counts:
-    """Make all layers that count batches count a batch in parts only once.
+    """Make layers count a batch only once, even if it is processed in parts.
 
     A forward pass adds 1 to a layer's count, on which the weight of a batch in running statistics
     can depend. With this class, every part sees the same count, and counts do not depend on the
@@ -139,20 +139,20 @@ class Counts:
             snapshot.copy_(count)
 
     def accumulate(self) -> None:
-        """Restore the counts after a part of a batch, but store the increased ones for `step`."""
+        """Restore the counts after a part of a batch, but store the increased counts for `step`."""
         accumulated = [count.clone() for count in self._counts]
         self.abort_batch()
         self._accumulated = accumulated
 
     def step(self) -> None:
-        """Set the counts to those stored by `accumulate`, and keep them."""
+        """Set the counts to those stored by `accumulate`, and store them for `abort_batch`."""
         for count, accumulated in zip(self._counts, self._accumulated):
             count.copy_(accumulated)
         self._accumulated = []
         self.keep()
 
     def abort_batch(self) -> None:
-        """Reset the counts to those after the last step."""
+        """Reset the counts to their values after the last step."""
         self._accumulated = []
         for count, snapshot in zip(self._counts, self._snapshots):
             count.copy_(snapshot)

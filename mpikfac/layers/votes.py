@@ -14,15 +14,15 @@ SKIP, CHANGED, *BITS = range(VOTES - 8, VOTES)  # reserved for the library
 
 
 class Votes(Statistic):
-    """Send a few of the rank's values with the gradients; after the step, hold means over ranks.
+    """Send a few values per rank with the gradients; after the step, hold their means over ranks.
 
     This way, ranks exchange small facts without additional messages.
 
     The first 8 votes belong to the program, the others to the library. Each of the last 6 is one
     bit of a checksum, as 1 or -1: the absolute value of its mean over ranks is 1 if and only if all
-    ranks have the same bit. Reductions of other values would be rounded, so that a single different
+    ranks have the same bit. Reductions of other values would be rounded, so a single different
     value among many ranks could go unnoticed. A checksum misses a difference with probability 1/64.
-    It is different in the next step, because the step is one of the values.
+    The checksum changes from step to step, because the step is one of the values.
 
     Attributes:
         heard: the `counted` means, if the host has already read them when `read` is called.
@@ -36,7 +36,7 @@ class Votes(Statistic):
         """Do nothing: votes are kept until they are sent."""
 
     def mark(self, values: object, changed: bool) -> None:
-        """Vote on `values`, which must be equal on all ranks, and on a change to the model."""
+        """Vote on `values`, which must be equal on all ranks, and on whether the model changed."""
         self.heard = []
         checksum = hashlib.blake2b(repr(values).encode(), digest_size=1).digest()[0]
         bits = [1 if checksum >> place & 1 else -1 for place in range(len(BITS))]
@@ -48,7 +48,7 @@ class Votes(Statistic):
         return votes[..., CHANGED:]
 
     def read(self) -> tuple[bool, bool]:
-        """Return whether a rank voted for a change, and whether all checksums are equal."""
+        """Return whether any rank reported a change, and whether all checksums are equal."""
         means, self.heard = self.heard or self.counted(self.tensor).tolist(), []
         changed, *bits = means
         return changed > 0, min(map(abs, bits)) > 1 - 1e-4

@@ -1,4 +1,4 @@
-"""Check what a step requires of model and optimizer, and collect what ranks compare."""
+"""Check what a step requires of the model and optimizer, and collect what ranks compare."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from mpikfac.settings import Schedule, Settings
 
 Block = Layer | Other
 OF_COMPRESSION = "compression.gradients.momentum"
-LARGEST_RATE = 0.05  # for steps as long as Adam's
+LARGEST_RATE = 0.05  # the largest plausible learning rate for steps as long as Adam's
 LIBRARY = Path(__file__).parents[1]
 
 log = logging.getLogger("mpikfac")
 
 
 def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype to compute in, and the device, of tensors that share both.
+    """Return the dtype and device for computing with tensors of one dtype on one device.
 
-    The dtype is that of the tensors, but float32 for bfloat16, which has too few digits for
-    sums.
+    The dtype is that of the tensors, but float32 for bfloat16, which is too coarse for sums.
 
     Raises:
-        ValueError: no parameter is trained, or a tensor differs from the first one.
+        ValueError: no parameter is trained, the dtype is not supported, or a tensor's dtype or
+            device differs from the first one's.
     """
     tensors = [(block.name, tensor) for block in blocks for tensor in _tensors(block)]
     if not tensors:
@@ -71,7 +71,7 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Check that parameters and buffers can be sent from memory unchanged, and stored.
+    """Check that parameters and buffers can be sent and stored directly from memory.
 
     Raises:
         ValueError: a tensor has no shape yet, is sparse or quantised, or is a lazily computed view.
@@ -132,9 +132,9 @@ def check_owned(optimizer: Optimizer, blocks: Iterable[Block], strategy: Strateg
         for block in blocks:
             if not stepped.issuperset(block.parameters):
                 raise ValueError(
-                    f"assignment.shard_optimizer=True needs {block.name!r} in the optimizer: for "
-                    f"another optimizer, only the owner would have its gradient; freeze it, or "
-                    f"use strategy='comm-opt'"
+                    f"assignment.shard_optimizer=True needs {block.name!r} in the optimizer, "
+                    f"because another optimizer would have its gradient only on the owner; freeze "
+                    f"it, or use strategy='comm-opt'"
                 )
 
 
@@ -158,7 +158,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     except TypeError as error:  # "missing a required argument: 'closure'"
         raise ValueError(
             f"optimizer={type(optimizer).__name__} cannot step: {error}; use an optimizer whose "
-            f"step needs none"
+            f"step() requires no arguments"
         ) from None
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     check_foreign(stepped, model)
@@ -180,7 +180,7 @@ def check_foreign(stepped: Iterable[Tensor], model: nn.Module) -> None:
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """Check that `value` is an object of a kind, or None.
+    """Check that `value` is an instance of `kind`, or None.
 
     Raises:
         ValueError: it is anything else, such as a string in place of a `Grafting`.
@@ -194,7 +194,7 @@ def check_synchronous(strategy: Strategy) -> None:
     """Check that all ranks update the model together.
 
     Raises:
-        ValueError: clients send updates to servers.
+        ValueError: the strategy is asynchronous, with clients that send updates to servers.
     """
     if not strategy.sync.waits_for_all:
         raise ValueError(f"sync={strategy.sync.name!r} needs the trainer mpikfac.lab.AsyncSGD")
@@ -209,7 +209,7 @@ def _momentum_of_compression(strategy: Strategy) -> float:
 def check_momentum(
     optimizer: Optimizer, strategy: Strategy, of_gradients: float | Schedule = 0.0
 ) -> None:
-    """Check that momentum is applied only once: before reductions, by K-FAC, or by the optimizer.
+    """Check that momentum is applied only once: by the compression, K-FAC or the optimizer.
 
     Args:
         of_gradients: the momentum of averaged gradients, before K-FAC preconditions them.
@@ -262,7 +262,7 @@ def check_loaded_momentum(
     """
     if not of_gradients and any(name.startswith("kfac/momentum/") for name in names):
         raise ValueError(
-            "the state has momentum of gradients, but no optimizer momentum; continue with "
+            "the state contains gradient momentum, but no optimizer momentum; continue with "
             "KFAC and grafting=AdamGrafting(momentum=...), as before"
         )
     top = _momentum_of_compression(strategy)
@@ -278,7 +278,7 @@ def check_loaded_momentum(
 
 @contextmanager
 def taking_up() -> Iterator[None]:
-    """Report an error in the body as an error in adopting a change to the trained parameters.
+    """Re-raise an error in the body as a failure to adopt a change to the trained parameters.
 
     Raises:
         UserError: the change cannot be adopted.
@@ -299,7 +299,7 @@ def check_habits(
     if unbounded and preconditioner.of == "gradient":
         yield (
             f"NoGrafting() without a clip can diverge: the factors of {preconditioner.name!r} "
-            f"start from a single gradient, and the next directions are long; set "
+            f"start from a single gradient, which makes the next directions long; set "
             f"clip=NormClip(max_norm=1.0), or use AdamGrafting(orthogonalize=False)"
         )
     elif unbounded and fisher == "empirical":
@@ -324,7 +324,7 @@ def check_rates(optimizer: Optimizer, choice: str) -> None:
     """Check that all groups of the optimizer have a learning rate.
 
     Raises:
-        ValueError: a group has no rate; the message says that `choice` needs one.
+        ValueError: a group has no learning rate; the message says that `choice` needs one.
     """
     if not all("lr" in group for group in optimizer.param_groups):
         raise ValueError(
@@ -353,10 +353,10 @@ def check_plain(optimizer: Optimizer) -> None:
 
 
 def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[int]]:
-    """Return the optimizer's parameter groups of every layer's weight and bias.
+    """Return the indices of the parameter groups that contain each layer's weight and bias.
 
     Raises:
-        ValueError: a weight or a bias is in no group.
+        ValueError: a weight or bias is not in any group.
     """
     group_of = {
         id(parameter): index
@@ -384,8 +384,8 @@ def report_uncovered(
 ) -> None:
     """Log which parameters K-FAC does not cover, how to cover some of them, and which stay fixed.
 
-    Warns if K-FAC covers less than half of the weights or could cover more, or if the optimizer
-    lacks trained parameters.
+    Log warnings if K-FAC covers less than half of the weights or could cover more, or if the
+    optimizer lacks trained parameters.
     """
     parameters = [tensor for tensor in uncovered if tensor.parameters]
     covered = sum(p.numel() for layer in layers for p in layer.parameters)
@@ -410,7 +410,7 @@ def report_uncovered(
     if left:
         log.warning(
             "the optimizer does not have %s: no step changes them, but their gradients are "
-            "averaged over ranks, for another optimizer",
+            "averaged over ranks, so another optimizer can use them",
             left,
         )
 

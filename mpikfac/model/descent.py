@@ -18,10 +18,10 @@ LARGEST = 1e6  # a larger learning rate or weight decay is a mistake
 
 
 class Descent(Optimizer):
-    """Subtract `lr * (direction + weight_decay * weights)`, with the directions as gradients.
+    """Subtract `lr * (direction + weight_decay * weights)`; the gradients are the directions.
 
-    Each group has a momentum, where schedulers expect it; the trainer applies it to gradients
-    before it preconditions them.
+    Each group contains a momentum, because schedulers expect it there; the trainer applies it to
+    gradients before it preconditions them.
 
     Args:
         params: parameters, or groups of parameters.
@@ -46,7 +46,7 @@ class Descent(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step the parameters."""
+        """Update the parameters."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
@@ -58,19 +58,20 @@ class Descent(Optimizer):
 
 
 class StepGuard:
-    """Raise an error if anything but its trainer steps an optimizer.
+    """Raise an error if anything but the trainer steps its optimizer.
 
     Every step is allowed after `remove`, or once the trainer no longer exists.
     """
 
-    _stepping: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # by a trainer, right now
-    _allowed: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # for a step by the caller
+    _stepping: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # in a trainer's step
+    _allowed: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # may be stepped once
 
     def __init__(self, optimizer: Optimizer, trainer: object) -> None:
         self._optimizer, name = optimizer, type(trainer).__name__
         alive, guarded = weakref.ref(trainer), weakref.ref(optimizer)
 
-        def check(*_: object) -> None:  # a wrapper without hooks calls the wrapped one's
+        # A wrapper without hooks calls the hooks of the optimizer that it wraps, and passes itself.
+        def check(*_: object) -> None:
             stepped = guarded()
             if stepped is None or alive() is None or stepped in self._stepping:
                 return
@@ -83,7 +84,7 @@ class StepGuard:
             self._allowed.discard(stepped)
 
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            # Torch prepares a wrapper that did not call super().__init__() like an unpickled one.
+            # Prepare a wrapper that did not call super().__init__() as torch does after unpickling.
             vars(optimizer).setdefault("defaults", {})
             Optimizer.__setstate__(optimizer, {})
         self._hook = optimizer.register_step_pre_hook(check)

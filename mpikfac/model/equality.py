@@ -13,10 +13,10 @@ from mpikfac.comm import Comm
 from mpikfac.errors import RanksDifferError
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype with as many bits as an element, by the element's bytes."""
+"""The integer dtype of the same size as an element, by the size in bytes."""
 
-SAMPLE = 16  # elements of a weight that are compared in every step
-REPEATS = 3  # votes on a write, because a vote misses a difference with probability 1/64
+SAMPLE = 16  # the number of elements per weight that are compared in every step
+REPEATS = 3  # the number of votes on a write: one vote misses a difference with probability 1/64
 
 log = logging.getLogger("mpikfac")
 
@@ -106,7 +106,7 @@ def _differing(sums: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def check_written(comm: Comm, writes: Writes) -> None:
-    """Compare the weights that the programs of all ranks have written between the last steps.
+    """Compare the weights that each rank's program has written between the last steps.
 
     Collective over: comm.
 
@@ -128,22 +128,22 @@ def check_written(comm: Comm, writes: Writes) -> None:
 class Writes:
     """Find weights that the program writes between steps, and that owners would overwrite.
 
-    A few elements of each weight are compared with those after the last step, so a write to a few
-    other elements is not found. On a GPU, where the host would have to wait, elements are compared
-    only if autograd or a weight's address shows that it was written.
+    A few elements of each weight are compared with those after the last step, so a write that
+    changes only other elements is not found. On a GPU, where the host would have to wait, elements
+    are compared only if autograd's version counter or a weight's address shows that it was written.
 
     Args:
         weights: the weights that owners update, by name; at least one, all of the same dtype on the
             same device.
 
     Attributes:
-        recent: checksums of the elements of written weights, by name, in each of the last steps.
+        recent: for each of the last steps, checksums of the elements of written weights, by name.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
         self.recent: dict[int, Mapping[str, int]] = {}
-        self._views: tuple[list[int], list[Tensor]] = [], []  # and the weights' addresses
+        self._views: tuple[list[int], list[Tensor]] = [], []  # weights' addresses, and the views
         self._elements, self._versions = torch.cat(self._samples()), self._present()
 
     def reset(self) -> None:
@@ -152,7 +152,7 @@ class Writes:
         self.note()
 
     def note(self) -> None:
-        """Store the elements at the end of a step."""
+        """Store the compared elements at the end of a step."""
         self._elements, self._versions = torch.cat(self._samples()), self._present()
 
     def look(self, step: int) -> None:
@@ -196,7 +196,7 @@ class Writes:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return a few elements, evenly spaced in memory; a view if the weight has no gaps there."""
+    """Return a few elements, evenly spaced in memory, as a view if the weight has no gaps there."""
     order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
     flat = weight.detach().permute(order).reshape(-1)
     return flat[:: max(1, len(flat) // SAMPLE)]

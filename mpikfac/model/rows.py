@@ -1,8 +1,8 @@
-"""Store the rows of sharded tensors as items of a state, and find them in the state of other ranks.
+"""Store the rows of sharded tensors as items of a state, and load them on any number of ranks.
 
-An item of a sharded tensor has its rows in the name: "model/0.weight[0:2]". A state of any number
-of ranks, and one of whole tensors, contains the rows that a rank needs, as long as it has the items
-of all ranks.
+The name of a sharded tensor's item contains its rows: "model/0.weight[0:2]". A rank can load its
+rows from a state with whole tensors, or from one saved on any number of ranks, if this state
+contains the items of all those ranks.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ def rows_of(tensor: Any) -> tuple[int, int]:
 
 
 def in_rows(name: str, tensor: Any) -> str:
-    """Return the name of the item with this rank's rows of a tensor, or with a whole tensor."""
+    """Return the name of a tensor's item, with this rank's rows if the tensor is sharded."""
     return "{}[{}:{}]".format(name, *rows_of(tensor)) if is_sharded(tensor) else name
 
 
 def without_rows(name: str) -> str:
-    """Return the name of a tensor, of which an item may have only some rows."""
+    """Return the name of an item without the rows, if it contains any."""
     found = ROWS.fullmatch(name)
     return found[1] if found else name
 
 
 def whole_names(names: Iterable[str], tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of the tensors of a state of which it has all rows.
+    """Return the names of all tensors that are stored completely, with all their rows.
 
     Args:
-        names: of the items of the state.
-        tensors: the tensors of the model by name.
+        names: the names of the items in the state.
+        tensors: the model's tensors, by name.
     """
     found, rows = set[str](), dict[str, set[int]]()
     for name in names:
@@ -68,7 +68,7 @@ def _tensor_of(name: str) -> str:
 
 
 def stored(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Return the item with this rank's rows of a tensor, which share its memory; none if empty."""
+    """Return an item with this rank's rows of a tensor, as a view; no item if there are no rows."""
     rows = local(tensor)
     return [] if is_sharded(tensor) and not rows.numel() else [(in_rows(name, tensor), rows)]
 
@@ -84,7 +84,7 @@ def load_rows(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 class Joined(Mapping[str, Any]):
     """A state whose tensors can be read as a whole or by rows, however they are stored.
 
-    It iterates over the names of whole tensors.
+    Iteration yields the names without rows.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class Joined(Mapping[str, Any]):
         return whole in self._state or whole in self._parts
 
     def __getitem__(self, name: str) -> Any:
-        """Return an item, or as many of its rows as the state has."""
+        """Return an item, or as many of its rows as the state contains."""
         if name in self._state:
             return self._state[name]
         if name not in self:

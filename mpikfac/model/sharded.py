@@ -1,4 +1,4 @@
-"""Models whose parameters are sharded over ranks by `fully_shard`; others are refused."""
+"""Support models whose parameters `fully_shard` has sharded; reject other sharded models."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def sharding_of(model: nn.Module, blocks: Sequence[Layer | Other], comm: Comm) -
     Collective over: comm if `fully_shard` has sharded the model, otherwise none.
 
     Raises:
-        UserError: on some rank, shards are not rows, the shards of all ranks are not a whole, or
-            some parameters are not sharded.
+        UserError: on any rank, shards are not rows, some parameters are not sharded, or the shards
+            of all ranks do not form the whole parameter.
     """
     if not fully_sharded(model):
         return Sharding()
@@ -54,8 +54,8 @@ def check_wrappers(model: nn.Module) -> None:
     """Check that nothing but `fully_shard` shards the model.
 
     Raises:
-        ValueError: a module is in FSDP1 or torch's `replicate`, or a parameter is partitioned by
-            DeepSpeed or sharded by a tensor-parallel plan of torch.
+        ValueError: a module is wrapped in FSDP1 or torch's `replicate`, or a parameter is
+            partitioned by DeepSpeed or sharded by one of torch's tensor-parallel plans.
     """
     for name, module in model.named_modules():
         for wrapper in (FSDP1, REPLICATE):
@@ -67,8 +67,8 @@ def check_wrappers(model: nn.Module) -> None:
             raise ValueError(f"{name} is partitioned by DeepSpeed's ZeRO-3; use {PLAIN}")
         if is_sharded(parameter) and not by_torch:
             raise ValueError(
-                f"{name} is a DTensor, but not of a part that fully_shard was called on; pass the "
-                f"whole sharded model, or use {PLAIN}"
+                f"{name} is a DTensor, but fully_shard was not called on a module of this model; "
+                f"pass the whole sharded model, or use {PLAIN}"
             )
 
 
@@ -95,24 +95,24 @@ def check_replicas(comm: Comm, model: nn.Module, sharding: Sharding) -> None:
 
 
 def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
-    """Check that the ranks of the trainer hold the rows of a parameter in their order.
+    """Check that the trainer's ranks hold a parameter's rows in rank order.
 
     Raises:
-        ValueError: they do not.
+        ValueError: a trained parameter is not sharded, or it is sharded in another way.
     """
     if not is_sharded(parameter):
         if parameter.requires_grad:
             raise ValueError(
-                f"{name} is whole, but other parameters are sharded: call fully_shard(model), also "
-                f"after its parts, without ignored_params; after a forward pass without a backward "
-                f"pass, call model.reshard() before creating optimizer and trainer"
+                f"{name} is not sharded, but other parameters are: call fully_shard(model) after "
+                f"sharding its parts, without ignored_params; after a forward pass without a "
+                f"backward pass, call model.reshard() before creating the optimizer and trainer"
             )
         return
     mesh, placements = parameter.device_mesh, [str(each) for each in parameter.placements]
     if placements not in (["S(0)"], ["R", "S(0)"]):
         raise ValueError(
             f"{name} has the placements {', '.join(placements)} on a mesh {tuple(mesh.shape)}; "
-            f"K-FAC needs rows as shards, or replicas of these: tensor parallelism and "
+            f"K-FAC needs shards that are rows, or replicas of such shards: tensor parallelism and "
             f"shard_placement_fn are not supported"
         )
     members = mesh.mesh.flatten().tolist()
@@ -126,18 +126,18 @@ def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
     elements = shard_sizes(tuple(parameter.shape), shards)[comm.rank % shards]
     if local(parameter).numel() != elements:
         raise ValueError(
-            f"{name} has {local(parameter).numel()} elements on this rank, and must have "
+            f"{name} has {local(parameter).numel()} elements on this rank, but must have "
             f"{elements}, as after torch.chunk"
         )
     if parameter.device.type != mesh.device_type:
         raise ValueError(
-            f"{name} is on {parameter.device}, and must be on {mesh.device_type}, as its mesh; do "
-            f"not use CPU offload"
+            f"{name} is on {parameter.device}, but must be on {mesh.device_type}, like its mesh; "
+            f"do not use CPU offload"
         )
 
 
 def check_averaged(module: Any) -> None:
-    """Check that the gradients of a module's next backward pass become means over all ranks.
+    """Check that a module's gradients are averaged over all ranks in the next backward pass.
 
     Raises:
         ValueError: the program has set another divisor, or turned the reduction off.
@@ -156,7 +156,7 @@ def check_averaged(module: Any) -> None:
 
 
 def _groups_of(module: Any) -> Sequence[Any]:
-    """Return the groups of parameters that torch gathers together, by torch's private names."""
+    """Return the groups of parameters that torch gathers together, from its private attributes."""
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:

@@ -1,6 +1,6 @@
-"""Convert model and optimizer to named items, and load them, on all ranks or on none.
+"""Convert a model and an optimizer to named items, and load such items on all ranks or on none.
 
-`stepped` holds the parameters whose optimizer state is on the rank, by name.
+In this module, `stepped` contains the parameters whose optimizer state is on this rank, by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AS_PARAMETER = (MOMENTUM, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dict[str, Any]:
-    """Return the items of model and optimizer, with optimizer state for `stepped` only."""
+    """Return the items of the model and optimizer, with optimizer state only for `stepped`."""
     state: dict[str, Any] = {OF_MODEL + name: value for name, value in _tensors_of(model)}
     state[OPTIMIZER_NAME] = type(optimizer).__name__
     state |= {OF_GROUPS + name: value for name, value in group_settings(optimizer)}
@@ -46,7 +46,7 @@ def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dic
 def _in_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state, with the tensors of a list as separate items: "Q.0", "Q.1".
 
-    SOAP has such lists, in which an empty list or an empty tensor means that there is no matrix.
+    SOAP uses such lists, in which an empty list or an empty tensor means that there is no matrix.
     """
     present = {key: value for key, value in state.items() if value is not None}
     pieces = {k: v if torch.is_tensor(v) else plain(v) for k, v in present.items()}
@@ -57,7 +57,7 @@ def _in_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_lists(pieces: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that `_in_pieces` has split."""
+    """Undo `_in_pieces`: return the state with its lists."""
     state: dict[str, Any] = {}
     lists: dict[str, dict[int, Any]] = defaultdict(dict)
     for key, value in pieces.items():
@@ -70,10 +70,10 @@ def _in_lists(pieces: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
-    """Return the names missing from `names` that `model_state` returns on all ranks together.
+    """Return the names of items of `model_state`, over all ranks, that are missing from `names`.
 
-    The state of a parameter is either complete or missing. Muon and SOAP keep different items for
-    different parameters.
+    If a parameter has any optimizer state, it is assumed to be complete, because Muon and SOAP
+    store different items for different parameters.
     """
     tensors = {
         name: tensor for name, tensor in model.state_dict().items() if torch.is_tensor(tensor)
@@ -109,11 +109,11 @@ def needed_state(
 
 
 def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items of `stepped`, which optimizers create at a parameter's first step.
+    """Return the optimizer state of `stepped`, which optimizers create in a parameter's first step.
 
     Raises:
-        ValueError: the shape of an item differs from the parameter's. Optimizers other than torch's
-            can choose their own shapes.
+        ValueError: the shape of an item differs from the parameter's; this is not checked for items
+            that only optimizers outside of torch create.
     """
     items: dict[str, Any] = {}
     for key in (key for key in state if key.startswith(OF_OPTIMIZER_STATE)):
@@ -129,19 +129,19 @@ def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, An
 
 
 def _has_rows(value: Any, parameter: Tensor) -> bool:
-    """Return whether a value belongs to the rows of a sharded parameter."""
+    """Return whether a value is stored by rows, because it has a sharded parameter's shape."""
     return is_sharded(parameter) and torch.is_tensor(value) and value.shape == parameter.shape
 
 
 def fitting(
     state: Mapping[str, Any], like: Mapping[str, Any], rounded: bool = False
 ) -> dict[str, Any]:
-    """Return the items named in `like`, if their dtypes and shapes, or their types, are the same.
+    """Return the items named in `like`, if their dtypes and shapes, or types, are as in `like`.
 
     A tensor that shares memory with `like`, as in the trainer's own state, is copied.
 
     Args:
-        rounded: whether real values can have a different real dtype.
+        rounded: whether a floating-point tensor may have a different floating-point dtype.
 
     Raises:
         ValueError: an item is missing or differs; the message states the name of the first one, and
@@ -197,7 +197,8 @@ def load_model_state(
 def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
     """Return a copy on the parameter's device, in the parameter's memory layout.
 
-    Step counts stay on the host, where they are read, unless a fused or captured step reads them.
+    Step counts stay on the host, where they are read, unless a fused or captured step reads them on
+    the device.
     """
     if not torch.is_tensor(value):
         return value
@@ -226,8 +227,8 @@ def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
 def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | float]:
     """Return the numbers in parameter groups that `state` contains, by index and key ("0/lr").
 
-    Some optimizers add a number to a group at the first step, such as the number of steps. Before
-    the first step, this returns 0 for such a number in `state`.
+    Some optimizers add a number, such as the number of steps, to a group in their first step.
+    Before that step, this function returns 0 for such a number in `state`.
     """
     numbers = dict(group_settings(optimizer))
     for index, group in enumerate(optimizer.param_groups):

@@ -31,9 +31,9 @@ def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def alike(tensors: Mapping[Key, Tensor]) -> list[list[Key]]:
-    """Return the keys grouped by equal shape and dtype; on the CPU, every key separately.
+    """Return the keys, grouped by shape and dtype; on the CPU, each key is its own group.
 
-    A GPU takes as long to launch a small kernel as to run it. On the CPU, stacking would add
+    On a GPU, launching a small kernel takes as long as running it. On the CPU, stacking would add
     a copy and gain nothing.
     """
     groups: dict[object, list[Key]] = {}
@@ -83,7 +83,7 @@ class Arena(dict[str, Tensor]):
 
 
 def together(arena: Arena, names: Sequence[str]) -> Tensor:
-    """Return one block of the arena, or several equal blocks as a stack."""
+    """Return one block of the arena, or several blocks of equal shape as a stack."""
     if len(names) == 1:
         return arena[names[0]]
     stack = arena.stack(names)

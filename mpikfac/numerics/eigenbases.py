@@ -11,7 +11,7 @@ from mpikfac.plan import few
 
 ITERATIONS = 4  # the number of products with a factor to find its leading eigenvectors
 SPARE = 16  # the number of vectors iterated in addition to those that are kept
-RESIDUAL = 1e-2  # the maximum for leading eigenvectors, relative to the factor's norm
+RESIDUAL = 1e-2  # the maximum residual of leading eigenvectors, relative to the factor's norm
 PROBES = 8  # the number of vectors that detect growth outside of the previous eigenvectors
 
 
@@ -24,9 +24,9 @@ def damped_denominators(
 ) -> None:
     """Write the eigenvalues of `G (x) A + damping I` to `out` `[outputs, inputs]`.
 
-    Sides hold eigenvalues: `[n]`, or `[1 + rank]` for a block of low rank, where the first value
-    belongs to all directions outside of the vectors and `out` is smaller. `scales`, if given,
-    replace the products of eigenvalues.
+    Each side contains the eigenvalues of its blocks: `[n]` or, for a block of low rank,
+    `[1 + rank]`, where the first value applies to all directions outside of the vectors; `out` is
+    then smaller. `scales`, if given, replace the products of eigenvalues.
 
     The damping is added to the products of eigenvalues, so it can change in every step without a
     new decomposition [Pauloski et al., SC20, eq. 13-15].
@@ -100,8 +100,8 @@ def precondition(
 ) -> Tensor:
     """Return `(G (x) A + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
 
-    The products are computed in the vectors' dtype, but the division is not. Denominators come from
-    `damped_denominators`.
+    The products are computed in the vectors' dtype, and the division in that of the denominators,
+    which come from `damped_denominators`.
     """
     dtype = (*input_vectors, *output_vectors)[0].dtype
     rotated = from_left(output_vectors, gradient.to(dtype), transpose=True)
@@ -131,11 +131,11 @@ def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
 def leading_eigenbasis(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return values `[1 + rank]` and the `rank` leading eigenvectors `[n, rank]` of a factor.
 
-    The first value is the mean of all remaining eigenvalues, so that the trace is preserved. The
-    leading values follow in ascending order.
+    The first value is the mean of all remaining eigenvalues, which preserves the trace. The leading
+    values follow in ascending order.
 
-    If few vectors are needed, they are computed by iteration [Halko et al. 2011, 4.4 and 5.3],
-    unless a residual exceeds `RESIDUAL`; otherwise, by `eigenbasis`.
+    A few vectors are computed by iteration [Halko et al. 2011, 4.4 and 5.3]; if there are many, or
+    a residual exceeds `RESIDUAL`, `eigenbasis` computes them.
 
     Raises:
         ArithmeticError: see `eigenbasis`.
@@ -146,7 +146,7 @@ def leading_eigenbasis(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
-    """Return leading eigenvalues and eigenvectors from a range, or None if residuals are large.
+    """Return leading eigenvalues and eigenvectors by iteration, or None if residuals are large.
 
     Each value is within its residual of a true eigenvalue. The random start has a component along
     every eigenvector, so the values found are the largest eigenvalues, or nearly so.
@@ -161,13 +161,13 @@ def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _range(factor: Tensor, vectors: int, times: int, excluded: Tensor | None = None) -> Tensor:
-    """Return an orthonormal basis `[n, vectors]` of a fixed start, multiplied by the factor.
+    """Return an orthonormal basis `[n, vectors]` of a power of the factor times fixed vectors.
 
     Args:
         excluded: eigenvectors to project out of the range.
     """
     order = factor.shape[-1]
-    generator = torch.Generator().manual_seed(0)  # torch's global one is the program's
+    generator = torch.Generator().manual_seed(0)  # torch's global one belongs to the program
     start = torch.randn(order, min(vectors, order), generator=generator, device="cpu")
     basis = start.to(factor)
     for _ in range(times):
@@ -188,7 +188,7 @@ def _with_mean(factor: Tensor, values: Tensor) -> Tensor:
 
 
 def iterated(factor: Tensor, vectors: Tensor) -> Tensor:
-    """Return vectors after one orthogonal iteration: orthonormal, and closer to eigenvectors.
+    """Return the vectors after one orthogonal iteration: orthonormal and closer to eigenvectors.
 
     The vectors with the largest eigenvalues come first, because a QR decomposition makes each
     column orthogonal to the previous ones. An iteration reduces the component of the j-th
@@ -210,8 +210,8 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     `[count, n, n]`, values and misfits have a leading dimension `count`.
 
     For leading eigenvectors `[n, rank]`, the values are `[1 + rank]`, with the mean of the
-    remaining values first. The misfit then includes how much an eigenvalue outside of them exceeds
-    the smallest kept value, which a few probes estimate.
+    remaining values first. The misfit then includes an estimate, from a few probes, of how much the
+    largest remaining eigenvalue exceeds the smallest kept one.
     """
     rotated = product(factor, vectors)
     values = (rotated * vectors).sum(-2)
@@ -225,12 +225,11 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grown(factor: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
-    """Return by how much `[]` an eigenvalue outside of the vectors exceeds the smallest kept one.
+    """Estimate by how much `[]` an eigenvalue outside of the vectors exceeds the smallest kept one.
 
-    This is a lower bound: no Rayleigh quotient of the probes is above the largest eigenvalue
-    outside.
+    This is a lower bound: no probe's Rayleigh quotient is above the largest eigenvalue outside.
     """
-    # Otherwise, rounding remnants of these vectors in the range would count as outside.
+    # Project again, because remnants of the vectors, left by rounding, would count as outside.
     probes = _outside(vectors, _range(factor, PROBES, ITERATIONS, vectors))
     largest = (probes * product(factor, probes)).sum(-2).amax(-1)
     return (largest - values.amin(-1)).clamp_(min=0)
@@ -243,7 +242,8 @@ def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: 
     sum, or the rows of the sum are rotated afterwards, whichever are fewer.
 
     Args:
-        a: `[batch, shared, inputs]`; with groups `[groups, batch, shared, inputs]`, like the sum.
+        a: `[batch, shared, inputs]`; with groups, `a` and the result have `groups` as their first
+            dimension.
         g: `[batch, shared, outputs]`; with groups, like `a`.
         input_vectors: Q_A, as the side of a gradient; empty for the identity.
         output_vectors: Q_G, in the same form.
@@ -260,7 +260,7 @@ def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: 
 
 
 def _rotated(rows: Tensor, vectors: Side) -> Tensor:
-    """Return `rows Q` `[batch, rows, n]`, or the same for several groups."""
+    """Return `rows Q` `[batch, rows, n]`; with groups, `[groups, batch, rows, n]`."""
     if not vectors:
         return rows
     return from_right(rows.flatten(-3, -2), vectors).view(rows.shape)

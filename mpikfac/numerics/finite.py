@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def all_finite(flat: Tensor) -> bool:
-    """Return whether all of `flat` is finite, in a single pass; also False if the sum overflows."""
+    """Return whether all elements are finite, in a single pass; also False if the sum overflows."""
     return math.isfinite(flat.sum())
 
 

@@ -1,9 +1,9 @@
-"""Compute gradients of outputs that estimate the Fisher matrix of a model's own distribution.
+"""Compute output gradients that estimate the Fisher matrix of a model's own distribution.
 
-The empirical Fisher matrix uses gradients of the loss for the labels of the data. The functions
-here use labels from the model's own distribution [Martens 2020; Kunstner et al. 2019]: sampled
-labels, or all labels at once. The latter are the columns of a square root of the loss's Hessian,
-which gives the generalised Gauss-Newton matrix (type-2).
+The empirical Fisher matrix uses gradients of the loss at the labels of the data. The functions here
+use labels from the model's own distribution [Martens 2020; Kunstner et al. 2019]: sampled labels,
+or all labels at once. The gradients for all labels are the columns of a square root of the loss's
+Hessian, which gives the generalised Gauss-Newton matrix (type-2).
 
 Outputs are `[batch, outputs]` or, for sampled labels, `[batch, outputs, *positions]`. The loss is
 `F.cross_entropy`, `F.mse_loss` or `F.binary_cross_entropy_with_logits` of these outputs.
@@ -41,7 +41,7 @@ def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
     scaled.
 
     Raises:
-        ValueError: outputs have positions, each of which would need as many gradients as outputs.
+        ValueError: outputs have positions; each position would need one gradient per output.
     """
     if outputs.dim() != 2:
         raise ValueError(
@@ -74,7 +74,7 @@ def _drawn_bits(outputs: Tensor) -> Tensor:
 
 
 def _class_root(outputs: Tensor) -> Tensor:
-    """Return `(I - p 1^T) diag(p)^(1/2)`, a root of the Hessian `diag(p) - p p^T`, per batch."""
+    """Return `(I - p 1^T) diag(p)^(1/2) / batch`; its first part is a root of `diag(p) - p p^T`."""
     p = outputs.softmax(1)
     root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None, :]
     return root / len(outputs)
@@ -126,7 +126,7 @@ def _check_head(outputs: Tensor, loss: Loss) -> None:
 
     Raises:
         ValueError: there is no output dimension; or, for a cross-entropy, outputs are
-            probabilities, or there is only one.
+            probabilities, or there is only one output.
     """
     if outputs.dim() < 2:
         raise ValueError(

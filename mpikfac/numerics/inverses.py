@@ -33,7 +33,7 @@ def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
 def damp(factor: Tensor, damping: float | Tensor) -> Tensor:
     """Return `factor + damping I` `[n, n]`."""
     damped = factor.clone()
-    if isinstance(damping, Tensor) and damping.dim():  # for each group, possibly of several factors
+    if isinstance(damping, Tensor) and damping.dim():  # one value for several matrices
         damping = damping.repeat_interleave(len(factor) // len(damping))[:, None]
     damped.diagonal(dim1=-2, dim2=-1).add_(damping)
     return damped
@@ -77,7 +77,7 @@ def tikhonov_share(ratio: Tensor, damping: float) -> Tensor:
     """Return a factor's part of the Kronecker product's damping; the other factor gets the rest.
 
     The parts are `pi sqrt(damping)` and `sqrt(damping) / pi`, where `pi^2` is the `ratio` of the
-    factors' mean eigenvalues: relative to its mean eigenvalue, each factor has the same damping
+    factors' mean eigenvalues. Each factor's part is then the same multiple of its mean eigenvalue
     [Martens & Grosse 2015, 6.3].
     """
     # No gradient passes through a layer initialised to zero: with G = 0, there is no ratio.

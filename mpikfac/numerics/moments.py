@@ -1,7 +1,7 @@
 """Compute and normalise first and second moments of layer inputs and output gradients.
 
-B is the number of examples in the batch, and S the number of positions that share a weight (outputs
-of a convolution, tokens). `a` is a layer's inputs `[batch, shared, inputs]`, with 1 appended for a
+B is the number of examples in the batch, and S the number of positions that share a weight, such as
+output pixels or tokens. `a` is a layer's inputs `[batch, shared, inputs]`, with 1 appended for a
 bias, and `g` the *mean* loss's gradient with respect to the outputs `[batch, shared, outputs]`.
 Then
 
@@ -21,8 +21,8 @@ Eva [Zhang et al. 2023] uses means instead of second moments: A and G become `v 
     expand         v = sum(a) / (B S)          v = sum(g) / sqrt(S)
 
 If all vectors are equal, `v v^T` equals the factors above. For linear layers (S = 1), the vectors
-are the paper's means over examples, of inputs and of gradients of an example's own loss. The
-paper's published code uses `sum(g) / (B S)`, which makes a damping `B^2 S` times as large.
+are, as in the paper, means over examples of the inputs and of the gradients of each example's loss.
+The paper's published code uses `sum(g) / (B S)`, which makes a damping `B^2 S` times as large.
 """
 
 from __future__ import annotations

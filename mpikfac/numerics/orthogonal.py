@@ -18,7 +18,7 @@ STEPS = (
 """Coefficients of x, x^3 and x^5: each polynomial minimises the maximum distance from 1 on the
 range to which the previous ones map [1/350, 1] [Polar Express]."""
 MARGIN = 2.0  # multiplies the bound: at 1, terms of the first polynomial cancel and errors grow
-LEAST = 128  # the minimum order of squares on a GPU, where fewer orders need fewer kernels
+LEAST = 128  # the minimum order of squares on a GPU: fewer different orders need fewer kernels
 
 
 def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -55,10 +55,10 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _polynomials(squares: Tensor) -> Tensor:
-    """Return the product of all F, divided by the norm, which orthogonalises matrices, `[k, n, n]`.
+    """Return the product of all F, divided by the norm, `[k, n, n]`; it orthogonalises matrices.
 
-    F is `first I + H` with `H = (third I + fifth S) S`, and the product of all F is `scale I + R`,
-    so that identities are kept out of the products, which can round.
+    F is `first I + H` with `H = (third I + fifth S) S`, and the product of all F is `scale I + R`.
+    Identities are thus kept out of the products, in which they could be rounded.
 
     Args:
         squares: `X X^T` of matrices with any norm.

@@ -29,7 +29,7 @@ def in_transform() -> bool:
 
 
 def in_capture() -> bool:
-    """Return whether the thread captures a model's graph: `torch.jit.trace`, `torch.export`."""
+    """Return whether the thread captures a model with `torch.jit.trace` or `torch.export`."""
     tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     return tracing or torch.compiler.is_exporting()
 
@@ -64,17 +64,17 @@ def accumulates(parameters: Iterable[Tensor]) -> bool:
 
 
 def outside_of_transforms(tensor: Tensor) -> Tensor:
-    """Return a tensor outside of all transforms of `torch.func`, as in the program's own graph."""
+    """Return a tensor without the wrappers of `torch.func`, as in the program's own graph."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def listen(output: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call `hook` with the gradient of `output` from which a layer's weight gets its gradient.
+    """Call `hook` with the gradient of `output` from which the weight's gradient is computed.
 
-    The program's own hooks on `output` run first. Inside a transform of `torch.func`, an output can
-    have no node; autograd then does not compute its gradient.
+    The program's own hooks on `output` run first. Inside a transform of `torch.func`, an output may
+    have no `grad_fn`; autograd then does not compute its gradient.
     """
     node, number, shape = output.grad_fn, output.output_nr, output.shape
     while node is not None and node.name() in RESHAPED:

@@ -45,7 +45,7 @@ Scaler: TypeAlias = GradScaler | PassedScale
 
 
 def is_unscaled(scaler: Scaler, optimizer: Optimizer) -> bool:
-    """Return whether `scaler.unscale_(optimizer)` was called since the last update of the scale."""
+    """Return whether `scaler.unscale_(optimizer)` has been called since the last scale update."""
     states: Any = getattr(scaler, "_per_optimizer_states", {})  # torch has no public interface
     stage = states.get(id(optimizer), {}).get("stage")
     return getattr(stage, "name", "") == "UNSCALED"
@@ -55,7 +55,7 @@ def end_step(scaler: Scaler, finite: bool, device: torch.device) -> None:
     """Inform a scaler whether a step was taken, so that it reduces or eventually raises its scale.
 
     A scaler only checks whether an optimizer's gradients are finite, so a single value stands in
-    for the model. A `PassedScale` belongs to a scaler that has checked the rank's own gradients.
+    for the model. A `PassedScale` belongs to a scaler that has already checked the local gradients.
     """
     if isinstance(scaler, PassedScale):
         return

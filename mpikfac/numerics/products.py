@@ -18,11 +18,11 @@ LARGE = 2**24  # multiplications above which oneDNN is worthwhile for a matrix p
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `a @ b` in the precision set by `multiplying`; otherwise, with the faster library.
+    """Return `a @ b` in the precision set by `multiplying`; if none is set, use the faster library.
 
     `@` uses MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
-    as MKL, one matrix at a time; on Intel's, it is half as fast. oneDNN needs the second matrix
-    transposed, so copying it must be worthwhile, too.
+    as MKL, one matrix at a time; on Intel processors, it is half as fast. oneDNN needs the second
+    matrix transposed, so the product must be large enough to be worth a copy.
 
     Args:
         a: `[..., m, k]`.
@@ -108,7 +108,7 @@ def in_bfloat16(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def rounded_to_tf32(x: Tensor) -> Tensor:
-    """Return `x` with mantissas of 10 bits, rounded to the nearest, ties away from zero."""
+    """Return `x` with 10-bit mantissas, rounded to nearest with ties away from zero."""
     bits = x.contiguous().view(torch.int32)
     return torch.where(x.isfinite(), ((bits + 0x1000) & ~0x1FFF).view(torch.float32), x)
 
@@ -170,7 +170,7 @@ def _block_by_block(
 def _length(
     side: Side, matrix: Tensor, of_block: Callable[[Tensor], int]
 ) -> Callable[[Tensor], int]:
-    """Return the length of blocks, `of_block` unless they are diagonals."""
+    """Return a function for a block's length: `of_block`, or the order if blocks are diagonals."""
     return _order if side and side[0].dim() < matrix.dim() else of_block
 
 

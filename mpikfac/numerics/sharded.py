@@ -1,4 +1,4 @@
-"""Access the rank's part of a parameter that is sharded over ranks, without communication."""
+"""Access the local shard of a parameter that is sharded over ranks, without communication."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def local(tensor: Any) -> Tensor:
     """Return the rank's elements of a sharded tensor, as a view; return other tensors unchanged."""
     elements: Tensor = tensor
     if is_sharded(tensor):
-        with torch.no_grad():  # otherwise, the elements are a view with its own version
+        with torch.no_grad():  # otherwise, the elements are a view with its own version counter
             elements = tensor.to_local()
     return elements

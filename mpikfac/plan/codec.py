@@ -18,17 +18,17 @@ class Codec:
 
     Derive from this class to define an encoding: set `name`, and define `size`, `encode` and
     `add_decoded`. Plans compare codecs by their type and fields, so a codec with fields is a frozen
-    dataclass. A plan needs no torch, so methods that compute on tensors import it.
+    dataclass. Plans work without torch, so methods that compute on tensors import it themselves.
 
     Attributes:
         name: the name of the encoding in plans and predictions.
         everywhere: the collective that computes sums on all ranks. "Allgather": all ranks gather
             the encoded values of all ranks, and sum the decoded values in rank order.
             "Alltoall, Allgather": each rank sums a shard, and encodes the sum again; encoded values
-            are cut into shards, so each block of 16 values must be encoded by itself, in the same
+            are cut into shards, so each block of 16 values must be encoded separately, in the same
             number of bytes, without a header per message. "Allreduce": MPI reduces values rounded
             to bfloat16. "Allreduce, Allreduce": `all_reduce` computes the sums.
-        feedback: whether the error of an encoding is added to the next values to encode.
+        feedback: whether the encoding error is added to the next values to encode.
     """
 
     name: ClassVar[str] = "custom"
@@ -53,7 +53,7 @@ class Codec:
 
     @property
     def reductions(self) -> tuple[int, ...]:
-        """The number of elements of each reduction of `all_reduce`; the last result is kept."""
+        """The number of elements in each reduction by `all_reduce`; the last result is kept."""
         return ()
 
     @property
@@ -62,7 +62,7 @@ class Codec:
         return self.feedback + self.delays
 
     def within(self, start: int, stop: int) -> Codec:
-        """Return the codec of a span of the arena."""
+        """Return the codec for a span of the arena."""
         return self
 
     def size(self, elements: int, itemsize: int) -> int:
@@ -88,12 +88,12 @@ class Codec:
     def accumulate(self, velocity: Any, values: Any) -> Any:
         """Return what is encoded in place of `values` `[n]`, and update `velocity` `[n]`.
 
-        Called only with `delays`.
+        Called only if `delays` is true.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define accumulate()")
 
     def clear_sent(self, velocity: Any, encoded: Any) -> None:
-        """Set `velocity` `[n]` to 0 where values were sent. Called only with `delays`."""
+        """Set `velocity` `[n]` to 0 where values were sent. Called only if `delays` is true."""
         raise NotImplementedError(f"{type(self).__name__} does not define clear_sent()")
 
     def all_reduce(
@@ -108,8 +108,8 @@ class Codec:
 
         Args:
             flat: the arena.
-            residuals: what previous reductions left out, as large as the arena, to be updated.
-            last: the result of the last reduction of the previous step, to be updated; initially 0.
+            residuals: what previous reductions left out, as large as the arena; updated in place.
+            last: the last reduction's result in the previous step, initially 0; updated in place.
             reduce: all-reduces a tensor in place.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define all_reduce()")

@@ -51,7 +51,7 @@ class Layout:
         return list(zip(self.bounds, self.bounds[1:]))
 
     def spans(self, kind: Callable[[str], Hashable]) -> list[Span]:
-        """Split the whole buffer into spans where the segment or the `kind` of blocks changes."""
+        """Split the whole buffer wherever the segment or the `kind` of blocks changes."""
         spans: list[Span] = []
         ends = [*list(self.offsets.values())[1:], self.size]
         for (name, start), end in zip(self.offsets.items(), ends):
@@ -76,7 +76,7 @@ class Span(NamedTuple):
 
 
 def lay_out(segments: Iterable[Iterable[tuple[str, Shape]]]) -> Layout:
-    """Return a `Layout` of the aligned blocks, segment after segment."""
+    """Return a `Layout` that aligns the blocks and stores them segment by segment."""
     shapes: dict[str, Shape] = {}
     offsets: dict[str, int] = {}
     bounds = [0]

@@ -1,4 +1,4 @@
-"""The locations of all values: layouts of a rank's arenas, from factors and layers."""
+"""The layouts of the arenas in which a rank stores its values, given its factors and layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpikfac.plan.roles import Factor, PlannedLayer
 from mpikfac.plan.shapes import count_of
 
 Block = tuple[str, Shape]
-"""Name and shape of a block."""
+"""The name and shape of a block."""
 Item = TypeVar("Item")
 Key = TypeVar("Key")
 
@@ -22,18 +22,19 @@ class Layouts:
     """The layouts of a rank's arenas.
 
     Attributes:
-        statistics: a batch's factors, each a sum next to its number of examples; `by_form`, or
-            owner by owner if factors are reduced to owners.
+        statistics: a batch's factors, each a sum next to its number of examples; sorted with
+            `by_form`, or owner by owner if factors are reduced to owners.
         squares: statistics as square matrices, if these are sent; otherwise empty.
-        averages: running averages, `by_form`.
+        averages: running averages, sorted with `by_form`.
         bases: the decompositions: one segment per row of the column, and one for the factors that
             every worker decomposes.
-        denominators: damped products of eigenvalues of the layers that the rank preconditions.
-        gradients: all gradients, with layers of the same form next to each other; updater by
-            updater if owners update.
-        directions: preconditioned gradients: column by column, or only the rank's if owners update.
+        denominators: the damped products of eigenvalues of the layers that the rank preconditions.
+        gradients: all gradients, with layers of the same form next to each other; one segment per
+            updater if owners update layers.
+        directions: preconditioned gradients, column by column; only those that this rank computes
+            if owners update layers.
 
-    In decompositions, denominators and directions, layers of a kind are neighbours.
+    In decompositions, denominators and directions, layers of the same kind are neighbours.
     """
 
     statistics: Layout
@@ -48,10 +49,10 @@ class Layouts:
 def of_statistics(
     factors: Iterable[Factor], ranks: int, strategy: Strategy, square: bool = False
 ) -> Layout:
-    """Return the layout of sums of factors and their counts.
+    """Return the layout of the factors' sums and their counts.
 
     Args:
-        square: whether factors are square matrices, not packed.
+        square: whether factors are square matrices instead of packed triangles.
     """
     factors = by_form(factors)
     sums = [(factor.name, factor.block(2) if square else factor.packed) for factor in factors]
@@ -84,7 +85,7 @@ def of_requests(factors: Iterable[Factor]) -> Layout:
     The damping of a factor ("conv1.A+") can depend on the other factor of the layer.
     """
     factors = tuple(factors)
-    # For each factor, the damping; or a flag, 1 if the decomposition needs float64, else 0.
+    # For each factor, the damping, or a flag: 1 if the decomposition needs float64, otherwise 0.
     added = [
         (factor.added, factor.damping if factor.preconditioner.damped else (1,))
         for factor in factors
@@ -136,7 +137,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, Sequ
 def by_form(factors: Iterable[Factor]) -> Sequence[Factor]:
     """Return the factors sorted by slot and message, and within a message by form.
 
-    Neighbouring factors of the same form are a stack that one GPU kernel can process.
+    Neighbouring factors of the same form are a stack, which a single GPU kernel can process.
     """
     factors = list(factors)
     first = {factor.packed: place for place, factor in reversed(list(enumerate(factors)))}

@@ -1,7 +1,7 @@
-"""The names of a step's stages, of a state's items, and of a rank's kinds of memory.
+"""The names of the stages of a step, the items of a state, and the kinds of memory of a rank.
 
-Plan, execution, trace, prediction and reports use the same name for a stage. For a stage with
-messages, it is `Message.stage`.
+The plan, the execution, traces, predictions and reports use the same name for a stage. For a stage
+with messages, it is `Message.stage`.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ PARAM_GROUPS = "param_groups"  # in the state of a torch optimizer; repeats what
 OF_OPTIMIZER_STATE = "optimizer/state/"
 OF_KFAC = "kfac/"
 OF_EXCHANGE = "exchange/"
-OWN_MOMENTUM = "own momentum"  # after `OF_EXCHANGE`; of a replica
-OF_RULE = "exchange/rule/{} of {}/"  # a rank, all ranks
-OF_COPY = "copies/{}/"  # a rank
+OWN_MOMENTUM = "own momentum"  # after `OF_EXCHANGE`: the momentum of a replica
+OF_RULE = "exchange/rule/{} of {}/"  # the rank, and the number of ranks
+OF_COPY = "copies/{}/"  # the rank
 VERSION = "asynchronous/version"
 
-# Of K-FAC, after `OF_KFAC`: a kind, and the name of a factor, block or layer.
+# Items of K-FAC: after `OF_KFAC`, a kind, and the name of a factor, block or layer.
 STARTED, PRECONDITIONER, DUE, DAMPING = "started", "preconditioner", "due", "damping"
 DUE_LAYERS = "due/"  # before the name of a layer whose decompositions are all pending
 LEARNED = "learned"

@@ -17,7 +17,7 @@ from mpikfac.plan.roles import Factor, PlannedLayer, RankGrid, in_messages
 
 
 class Itemsizes(NamedTuple):
-    """Bytes per value: of statistics and gradients, of running averages, and of decompositions."""
+    """Bytes per value in statistics and gradients, in running averages, and in decompositions."""
 
     numbers: int
     averages: int
@@ -39,7 +39,7 @@ class RankPlan:
             eva".
         split: the split layers of the model.
         sharding: the parameters of which each rank holds a shard.
-        replaced: functions of extensions that replace functions of `stages`, by the name of the
+        replaced: functions of extensions that replace functions in `stages`, by the name of the
             stage.
     """
 
@@ -65,7 +65,7 @@ class RankPlan:
 
     @property
     def late(self) -> bool:
-        """Whether factors are first averaged over time, and over ranks only at a refresh."""
+        """Whether factors are first averaged over time, and over ranks only before a refresh."""
         return self.strategy.transport.reduce_factors_at == "inverses"
 
     @property
@@ -75,26 +75,27 @@ class RankPlan:
 
     @property
     def pooled(self) -> int:
-        """The number of equal shards from which factors are estimated: parts, ranks, or 1."""
+        """The number of equal shards whose statistics are pooled: all parts, all ranks, or 1."""
         alone = not self.strategy.sync.factor_aggregation.sums
         alone |= self.strategy.assignment.factor_reduction == "local"
         return 1 if alone else self.strategy.transport.virtual_ranks or self.grid.count
 
     @property
     def turns(self) -> list[int | None]:
-        """None, for all layers, followed by the slots of a refresh if there is a `stagger`."""
+        """The possible values of `turn`: None for all layers, and the slots if there are any."""
         stagger = self.strategy.refresh.stagger
         return [None, *range(stagger)] if stagger > 1 else [None]
 
     @property
     def owner_updates(self) -> bool:
-        """Whether only its updater updates a layer or parameter."""
+        """Whether each layer or parameter is updated by a single rank, its updater."""
         return self.strategy.assignment.shard_optimizer
 
     def steps(self, name: str) -> bool:
         """Return whether the rank updates the layer or parameter `name`.
 
-        With shards, it is the rank that computes the step, or every rank for running statistics.
+        In a sharded model, the rank that computes the step counts as the updater, and running
+        statistics are updated by every rank.
         """
         everywhere = not self.owner_updates or (self.sharding and name in self.means)
         return bool(everywhere) or self.updaters[name] == self.rank
@@ -111,7 +112,7 @@ class RankPlan:
 
     @cached_property
     def recorded(self) -> tuple[Factor, ...]:
-        """Factors with statistics of the rank's own batch."""
+        """Factors for which the rank records statistics of its batch."""
         if self.of_gradient:
             return ()
         local = self.strategy.assignment.factor_reduction == "local"
@@ -126,7 +127,7 @@ class RankPlan:
         return self.owned if to_owners else self.recorded
 
     def decomposed(self, turn: int | None = None) -> tuple[Factor, ...]:
-        """Return the factors to decompose for the column, then those for this rank alone.
+        """Return the factors that the rank decomposes for its column, then those for itself only.
 
         Args:
             turn: the slot of a refresh; None for all layers.
@@ -142,7 +143,7 @@ class RankPlan:
 
     @cached_property
     def rescaled(self) -> tuple[PlannedLayer, ...]:
-        """Layers with scales."""
+        """Layers with scales: eigenvalues estimated from per-example gradients."""
         return tuple(layer for layer in self.layers if layer.rescaled)
 
     @cached_property
@@ -167,16 +168,16 @@ class RankPlan:
 
     @cached_property
     def publishes_bases(self) -> bool:
-        """Whether some rank needs the bases of a layer without decomposing its factors."""
+        """Whether any rank needs the bases of a layer without decomposing its factors."""
         alone = self.owner_updates and self.strategy.assignment.colocate_factors
         return self.grid.workers > 1 and not alone
 
     @cached_property
     def messages_of(self) -> dict[str, int]:
-        """The index of a stage's message for every block that gradient compression encodes.
+        """For each block that gradient compression encodes, the index of its message in a stage.
 
-        Only layers are encoded. Votes are counts, running statistics are replaced and not summed,
-        and uncovered blocks are few; without K-FAC, however, trained parameters count as layers.
+        Only layers are encoded: votes are counts, running statistics are replaced rather than
+        summed, and uncovered parameters are few. Without K-FAC, trained parameters count as layers.
         """
         if self.layers:
             return {layer.name: layer.fused for layer in self.layers}
@@ -220,8 +221,8 @@ class RankPlan:
     def _gradients(self) -> Layout:
         vectors = self.strategy.sync.of_vectors  # the means come last
         uncovered = sorted(self.uncovered, key=lambda block: vectors and block[0] in self.means)
-        # Reductions over all ranks: the order does not depend on the placement. Overlapped messages
-        # stay whole.
+        # All ranks reduce all gradients, so the order does not depend on the placement. The blocks
+        # of an overlapped message stay together.
         apart = self.strategy.transport.overlap
         layers = layouts.by_kind(self.layers, lambda layer: (apart and layer.fused, layer.form))
         blocks = [*layouts.of_gradients(layers), *uncovered]
@@ -253,4 +254,4 @@ class RankPlan:
 
 
 Stage = Callable[[RankPlan, int | None], list[Message]]
-"""A function that returns a rank's messages of a stage, for a slot of a refresh or for all."""
+"""A function that returns a rank's messages in a stage, for one slot of a refresh or for all."""

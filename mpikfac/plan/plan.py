@@ -1,4 +1,4 @@
-"""Roles, locations of values, and messages of all ranks, as a pure function of shapes and choices.
+"""The roles, layouts and messages of all ranks, as a pure function of shapes and choices.
 
 Every rank computes the same plan without communication, and sends exactly the plan's messages.
 """
@@ -133,7 +133,7 @@ class Plan:
 
     @cached_property
     def grid(self) -> RankGrid:
-        """The ranks as rows and columns, on nodes."""
+        """The grid of ranks in rows and columns, and the distribution of ranks over nodes."""
         strategy = self.strategy
         per_node, curvature = strategy.transport.ranks_per_node, strategy.refresh.servers
         split = self.split.tp_plan
@@ -143,8 +143,8 @@ class Plan:
     def load(self, rank: int) -> int:
         """Return the work of `rank` in a refresh: the sum of n^3 over the factors it decomposes.
 
-        The exponent is that of the preconditioner's `Form.work`. A low-rank factor counts as the
-        work of its iteration, and a vector as no work.
+        The exponent is the preconditioner's `Form.work`. For a low-rank factor, the work of the
+        iteration is counted; a vector needs no work.
         """
         factors = self.of(rank).decomposed()
         return sum(f.work(f.preconditioner.work) for f in factors if not f.preconditioner.vector)
@@ -265,7 +265,7 @@ def _values(value: object) -> object:
 
 
 def _with_factors(layer: LayerShape, form: Form) -> LayerShape:
-    """Return the layer with those sides for which the preconditioner has factors."""
+    """Return the layer with only the sides for which the preconditioner uses factors."""
     if not form.blocks:
         return replace(layer, sides="")
     return forward_only(layer) if form.sides == "A" else layer
@@ -297,9 +297,9 @@ def _check_layers(
         preconditioner = layer.preconditioner or names[0]
         if preconditioner and sources[preconditioner] != sources[names[0]]:
             raise ValueError(
-                f"layer {layer.name!r}: preconditioner={preconditioner!r} needs a run with "
-                f"factors of the same kind, but those of preconditioner={names[0]!r} come from the "
-                f"{sources[names[0]]}"
+                f"layer {layer.name!r}: preconditioner={preconditioner!r} needs a run with factors "
+                f"of the {sources[preconditioner]}, but those of preconditioner={names[0]!r} come "
+                f"from the {sources[names[0]]}"
             )
     settings = {"ranks": ranks, "grad_workers": strategy.assignment.workers(ranks)}
     choices = Choices(strategy, settings | {"preconditioner": names[0] if names else ""})

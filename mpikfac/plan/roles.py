@@ -1,10 +1,11 @@
-"""Roles: every factor and layer as a record, with owner, column and slot.
+"""Roles: records of all factors and layers, with their owners, columns and slots.
 
 Ranks form a grid of `rows` x `columns`. A column owns a group of layers, and the ranks in the
 column are the gradient workers of these layers; a row crosses all columns. `rows` is the number of
 workers per layer: all ranks in COMM-OPT, 1 rank in MEM-OPT [Pauloski et al., TPDS22].
 
-Items are placed by decreasing load, on the rank with the lowest load. All functions are pure.
+Factors and layers are placed by decreasing load, each on the rank with the lowest load so far. All
+functions are pure.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Block(NamedTuple):
     """A block of a factor's decomposition.
 
     Attributes:
-        name: "conv1.A.vectors".
-        kind: "vectors", a key of `Form.blocks`.
+        name: the block's name, such as "conv1.A.vectors".
+        kind: a key of `Form.blocks`, such as "vectors".
         shape: the shape of the block.
     """
 
@@ -44,7 +45,7 @@ class Factor(FactorShape):
     Attributes:
         layer: the layer's name.
         side: "A" or "G".
-        groups: the groups of the layer.
+        groups: the number of groups of the layer.
         preconditioner: the description of the factor's preconditioner.
         column: the layer's column.
         owner: the rank that decomposes the factor for the column.
@@ -53,7 +54,7 @@ class Factor(FactorShape):
         replicated: whether every worker of the layer decomposes the factor, so nothing is sent.
         packed: the shape in which the factor is recorded, kept and sent.
         blocks: the decomposition's blocks; gradients are multiplied by the first one.
-        counted: the name of the number of examples, next to the factor's sum.
+        counted: the name of the block with the number of examples, next to the factor's sum.
         added: the name of the factor's damping in a request to a curvature server.
     """
 
@@ -105,18 +106,18 @@ class PlannedLayer:
 
     @property
     def rescaled(self) -> bool:
-        """Whether the layer has scales: eigenvalues estimated from gradients of examples."""
+        """Whether the layer has scales: eigenvalues estimated from per-example gradients."""
         return self.preconditioner.rescaled and self.shape.rescaled
 
     @property
     def form(self) -> Hashable:
-        """What layers of equal shape have in common, regardless of their placement."""
+        """A key that layers have in common if their shapes are equal, wherever they are placed."""
         blocks = [(factor.side, *(b[1:] for b in factor.blocks)) for factor in self.factors]
         return self.preconditioner.name, self.rescaled, self.shape.gradient, tuple(blocks)
 
     @property
     def kind(self) -> Hashable:
-        """What layers must have in common to be preconditioned as one stack."""
+        """A key that layers must have in common to be preconditioned as one stack."""
         owners = [(factor.owner, factor.replicated) for factor in self.factors]
         return self.fused, self.turn, self.form, tuple(owners)
 
@@ -127,12 +128,12 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The ranks as rows and columns, on nodes.
+    """The grid of ranks in rows and columns, and the distribution of ranks over nodes.
 
     Attributes:
         count: the number of training ranks.
         workers: the number of rows, which is also the number of gradient workers of a layer.
-        per_node: ranks per node; None for one level of communication.
+        per_node: the number of ranks per node; None for one level of communication.
         curvature: the number of ranks that decompose for the training ranks.
         distribution: the groups of split layers.
     """
@@ -145,7 +146,7 @@ class RankGrid:
 
     @property
     def columns(self) -> int:
-        """The number of layer groups."""
+        """The number of columns, each of which owns a group of layers."""
         return self.count // self.workers
 
     def position(self, rank: int) -> tuple[int, int]:
@@ -208,7 +209,7 @@ def with_roles(
     turns_of: Mapping[str, int],
     updaters: Mapping[str, int],
 ) -> tuple[PlannedLayer, ...]:
-    """Return the layers with the roles of layers and factors that follow from their placement.
+    """Return the layers, with roles of layers and factors that are derived from their placement.
 
     Args:
         forms: descriptions of the layers' preconditioners, by the layer's name.
@@ -269,7 +270,7 @@ def _factor(
 def in_messages(sizes: Sequence[int], transport: Transport) -> list[int]:
     """Return the index of every layer's message in a stage, for layers that send `sizes` elements.
 
-    Overlapped messages are buckets, unless the transport sets how many layers share a message.
+    With overlap, layers form buckets, unless the transport sets how many layers share a message.
     """
     layers, fusion = range(len(sizes)), transport.fusion
     if isinstance(fusion, tuple):
@@ -349,8 +350,8 @@ def spread(
 ) -> dict[str, int]:
     """Return the updater of every uncovered parameter: a rank that updates layers, if there is one.
 
-    Every updater takes part in all reductions, so other ranks are avoided. Parameters are placed
-    largest first, on the rank with the fewest elements.
+    Every updater takes part in all reductions, so no further ranks become updaters. Parameters are
+    placed largest first, on the rank with the fewest elements.
 
     Args:
         stepped: the number of elements in the layers that each rank updates.
@@ -401,7 +402,7 @@ def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) 
 
 
 def _costs(layer: LayerShape, forms: Mapping[str, Form], power: int = 3) -> dict[str, int]:
-    """Return the load of every factor: its order raised to `power`, or less if it costs less.
+    """Return the load of every factor: its order raised to `power`, or less if it is cheaper.
 
     A vector is not decomposed; its load is the number of its elements. The load of a layer without
     factors is the work to make its direction orthogonal, or the size of the direction.

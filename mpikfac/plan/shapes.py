@@ -18,22 +18,22 @@ class Form:
 
     Attributes:
         name: the preconditioner's name, for example "eigen".
-        blocks: the names of the blocks of a decomposition, each with the number of its dimensions
-            that are the factor's order. Gradients are multiplied by the first block. A
-            preconditioner without blocks has no factors.
+        blocks: for each block of a decomposition, by name, how many of its dimensions have the size
+            of the factor's order. Gradients are multiplied by the first block. A preconditioner
+            without blocks has no factors.
         of: where factors come from: "statistics" of the passes, reduced over ranks, or the averaged
             "gradient", from which owners compute the factors without messages.
-        sides: the sides with factors. "A": the identity replaces G, except for a bias alone.
+        sides: the sides with factors. "A": the identity replaces G, unless only a bias is trained.
         keeps: "matrix": sums and averages of a factor are packed triangles. "vector": they are
             vectors, whose squares are the factors; vectors are used as blocks without a
             decomposition.
         damped: whether damping is part of a decomposition; the factor's owner computes it.
         both: whether the damping of A depends on G, and that of G on A.
         denominators: whether damped products of a layer's eigenvalues ("values") are kept.
-        rescaled: whether eigenvalues of `G (x) A` are estimated from single examples' gradients.
+        rescaled: whether eigenvalues of `G (x) A` are estimated from per-example gradients.
         work: the exponent with which the operations of a decomposition grow with the order.
         products: how many times each side multiplies the gradient to compute a direction.
-        whitened: whether factors of the gradient are computed from its products with the sides.
+        whitened: whether the gradient is multiplied by the sides before its factors are computed.
         timed_as: the name of another preconditioner whose measured times apply; "" for this one.
         kept_as: the name of its decompositions in a state, if a setting of the preconditioner
             changes them; "" for `name`.
@@ -72,8 +72,8 @@ class FactorShape:
     """The shape of a symmetric matrix, or of several of equal order, as for groups or a diagonal.
 
     Attributes:
-        name: "conv1.A"; "conv1.A0", "conv1.A1", ... are blocks along the diagonal of a large
-            factor.
+        name: the factor's name, such as "conv1.A"; "conv1.A0", "conv1.A1", ... are blocks along the
+            diagonal of a large factor.
         order: the order of a matrix, including the bias coordinate.
         count: the number of matrices. Without groups, matrices of order 1 together form a
             diagonal matrix.
@@ -102,8 +102,8 @@ class FactorShape:
     def part(self, dimensions: int) -> Shape:
         """Return the shape of a block of the decomposition: as `block`, unless the rank is low.
 
-        A low rank keeps `rank` eigenvectors, `[order, rank]`, and `[rank + 1]` values, of which the
-        first is the mean of all dropped values.
+        With a low rank, `rank` eigenvectors `[order, rank]` are kept, and `[rank + 1]` values, of
+        which the first is the mean of all dropped values.
         """
         if self.rank is None:
             return self.block(dimensions)
@@ -145,12 +145,12 @@ class LayerShape:
         rank: the number of eigenvectors to keep for a factor (or block) of a larger order; the
             rest of the spectrum is replaced by the mean eigenvalue. None for all. Eigenbases only.
         kfac_approx: how the positions at which an example uses a weight enter the factors.
-            "expand": each position is an example. "reduce": an example has the mean of the inputs
-            and the sum of the gradients over positions [Eschenhagen et al. 2023]. Several calls of
-            a module count separately.
+            "expand": each position counts as an example. "reduce": each example contributes the
+            mean of its inputs and the sum of its gradients over positions [Eschenhagen et al.
+            2023]. Several calls of a module count separately.
         rescaled: whether preconditioner="ekfac" estimates the eigenvalues of `G (x) A` from
-            gradients of single examples; otherwise they stay the products of the eigenvalues of G
-            and A.
+            per-example gradients; otherwise, they remain the products of the eigenvalues of G and
+            A.
         preconditioner: the name of the layer's preconditioner; None for the run's.
     """
 
@@ -168,7 +168,7 @@ class LayerShape:
 
     @property
     def gradient(self) -> Shape:
-        """The shape of the gradient, `[outputs, inputs]`; `[groups, outputs, inputs]` in groups."""
+        """The gradient's shape, `[outputs, inputs]`; with groups, `[groups, outputs, inputs]`."""
         matrix = (self.outputs, self.inputs)
         return matrix if self.groups == 1 else (self.groups, *matrix)
 
@@ -197,7 +197,7 @@ class LayerShape:
 
     @property
     def owned(self) -> tuple[str, ...]:
-        """The names of everything that has an owner: the factors, or else the layer."""
+        """The names of everything that has an owner: the factors, or the layer if it has none."""
         return tuple(factor.name for factor in self.factors) or (self.name,)
 
     def side(self, side: str) -> tuple[FactorShape, ...]:
@@ -217,7 +217,7 @@ class LayerShape:
         )
 
     def products(self) -> list[int]:
-        """Return the number of multiplications of the gradient by every side, except diagonals.
+        """Return the multiplications of the gradient's product with each side, except diagonals.
 
         The product with A comes second, because a low rank of G adds rows to the gradient.
         """
@@ -288,11 +288,11 @@ def count_of(name: str) -> str:
 
 
 HUGE = 16384
-"""The order above which `default_rule` keeps only a diagonal; a full matrix takes a gigabyte."""
+"""The order above which `default_rule` keeps only a diagonal; a full matrix would take 1 GiB."""
 
 
 def default_rule(layer: LayerShape) -> LayerShape:
-    """Return the layer with full factors, or diagonals above `HUGE` inputs or outputs.
+    """Return the layer with full factors, but with a diagonal for each side above order `HUGE`.
 
     A custom rule starts from this one and replaces fields:
 
@@ -305,7 +305,7 @@ def default_rule(layer: LayerShape) -> LayerShape:
 
 
 def forward_only(layer: LayerShape) -> LayerShape:
-    """Return the layer without G; a bias alone has no A, and keeps G [Benzing 2022]."""
+    """Return the layer without G; a layer with only a bias has no A and keeps G [Benzing 2022]."""
     if "A" not in layer.sides:
         return layer
     return replace(layer, sides="A", diagonal="A" if "A" in layer.diagonal else "")

@@ -24,7 +24,7 @@ from mpikfac.plan.messages import (
 from mpikfac.plan.of_rank import RankPlan
 
 Kinds = Mapping[str, Hashable]
-"""The message of a stage to which each block belongs, by name; other blocks are left out."""
+"""For each block, by name, the message of a stage that contains it; other blocks are left out."""
 
 
 def messages(
@@ -46,7 +46,7 @@ def messages(
 
 
 def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
-    """Return the reductions of factors, of all layers or of those in a slot."""
+    """Return the reductions of factors, for all layers or for those in a slot."""
     if rank.strategy.assignment.factor_reduction == "local":
         return []
     if extension := rank.replaced.get(names.REDUCE_STATISTICS):
@@ -54,8 +54,8 @@ def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
     stage, fused = names.REDUCE_STATISTICS, _fused(rank, turn)
     factors = {factor.name: fused.get(factor.name) for factor in rank.factors}
     counts = {factor.counted: fused.get(factor.name) for factor in rank.factors}
-    # Averaging over time compensates for encoding errors in a batch's factors, but not for those in
-    # averages that are sent.
+    # With error feedback, encoding errors cancel out in the running averages if the factors of
+    # batches are sent, but not if the averages themselves are sent.
     codec = _codec(rank.strategy.compression.factors, rank.sums, not rank.late)
     if codec is None:
         return summed(rank, stage, rank.sums, factors | counts)
@@ -66,7 +66,7 @@ def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
 
 
 def publish_bases(rank: RankPlan, turn: int | None = None) -> list[Message]:
-    """Return the messages that send decompositions to workers, of all layers or of a slot."""
+    """Return the messages that send decompositions to workers, for all layers or for a slot."""
     if not rank.publishes_bases:
         return []
     fused = _fused(rank, turn)
@@ -183,7 +183,7 @@ def gathered(
 def in_levels(
     rank: RankPlan, of_one_level: list[Message], team: range, itemsize: int
 ) -> list[Message]:
-    """Return the messages of a team in the levels of the rank's strategy."""
+    """Convert a team's messages of one level to the levels and shards of the strategy."""
     seat = rank.grid.seat(team, rank.rank)
     if (shards := rank.strategy.transport.balanced_shards) is not False:
         member, always = team.index(rank.rank), shards is True
@@ -192,7 +192,7 @@ def in_levels(
 
 
 def _fused(rank: RankPlan, turn: int | None) -> dict[str, int]:
-    """Return the index of the message in a stage for every factor of a slot."""
+    """Return, for every factor in a slot, the index of its message in a stage."""
     return {factor.name: factor.fused for factor in rank.factors if turn in (None, factor.turn)}
 
 
@@ -208,7 +208,7 @@ def codec_of_sums(rank: RankPlan, layout: Layout) -> Codec | None:
 def with_uncovered(
     rank: RankPlan, codec: Codec | None, kinds: Kinds, uncovered: Hashable
 ) -> list[tuple[Codec | None, Kinds]]:
-    """Return codecs of the gradients' arena, with the kinds of the blocks of each codec.
+    """Return the codecs for the arena of gradients, each with the kinds of its blocks.
 
     Args:
         kinds: the kinds of the blocks that `codec` encodes.
@@ -223,6 +223,6 @@ def _codec(compressor: Compressor | None, layout: Layout, feedback: bool) -> Cod
 
 
 def _codec_of_values(rank: RankPlan, layout: Layout) -> Codec | None:
-    """Return the codec of values that a rank sends unreduced."""
+    """Return the codec for values that a rank sends unreduced."""
     compressor = rank.strategy.compression.gradients
     return _codec(compressor if compressor and compressor.of_values else None, layout, True)

@@ -1,6 +1,6 @@
 """Turn factors into decompositions, and gradients into directions, with one type per method.
 
-The types import neither torch nor MPI, because programs print help from them; each method imports
+The types import neither torch nor MPI, because programs use them to print help; each method imports
 the functions that it calls.
 """
 

@@ -19,13 +19,13 @@ def decomposed_together(
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Return the decompositions of factors of the same order, by block name, from a single call.
+    """Return the decompositions of factors of the same order, by block name, in a single call.
 
-    Blocks can contain NaN or infinity, and are missing if a factor cannot be decomposed.
+    Blocks can contain NaN or infinity. No blocks are returned if a factor cannot be decomposed.
 
     Args:
         packed: the factors as triangles, `[factors, ...]`.
-        added: what is added to the factors' diagonals, `[factors]` or `[factors, groups]`.
+        added: the damping added to the factors' diagonals, `[factors]` or `[factors, groups]`.
         dtype: the dtype of the blocks; None for the dtype of `packed`.
     """
     matrices = unfold_triangle(packed)
@@ -57,7 +57,7 @@ def renewed_together(
     Args:
         packed: the factors as triangles, `[factors, ...]`.
         older: the decompositions in use, by kind.
-        added: what is added to the factors' diagonals, `[factors]` or `[factors, groups]`.
+        added: the damping added to the factors' diagonals, `[factors]` or `[factors, groups]`.
     """
     blocks = {
         kind: _of_preconditioner(
@@ -91,11 +91,11 @@ def decomposed(
 
     Args:
         packed: the factor as a triangle, or as a vector.
-        added: what is added to the factor's diagonal, `[]` or `[groups]`; None for nothing.
+        added: the damping added to the factor's diagonal, `[]` or `[groups]`; None for no damping.
     """
     # Without damping, there is nothing to increase.
     increase = 10.0 if factor.preconditioner.damped else 1.0
-    # Each attempt to decompose a factor has a dtype and a multiple of the damping.
+    # Each attempt to decompose a factor uses a dtype and a multiple of the damping.
     attempts = [(packed.dtype, 1.0), (torch.float64, 1.0), (torch.float64, increase)]
     for dtype, times in dict.fromkeys(attempts if all_finite(packed) else []):
         precise = packed.to(dtype)

@@ -35,10 +35,11 @@ class Eigen(Preconditioner):
     """Eigenvalues and eigenvectors of A and G; the damping can change without decomposing again.
 
     Attributes:
-        dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
-        iterations: the number of orthogonal iterations that move the older eigenvectors towards
-            those of a new factor; with 0, older eigenvectors are kept unchanged. The result is used
-            if its misfit is at most the strategy's `tolerance`; otherwise, the factor is
+        dtype: the dtype in which decompositions are kept, sent and multiplied; None for the
+            model's.
+        iterations: the number of orthogonal iterations that move the previous eigenvectors towards
+            those of a new factor; with 0, the previous eigenvectors are kept unchanged. The result
+            is used if its misfit is at most the strategy's `tolerance`; otherwise, the factor is
             decomposed.
     """
 

@@ -1,4 +1,4 @@
-"""EKFAC: eigenbases with eigenvalues estimated from gradients of examples [George et al. 2018]."""
+"""EKFAC: eigenbases with eigenvalues from per-example gradients [George et al. 2018]."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ AS_THEY_ARE = Combination(
     "preconditioner",
     ("ekfac",),
     {"normalization": "expand", "fisher_type": OneOf(("empirical", "mc", "type-2"))},
-    "scales are second moments of the unscaled gradients of single examples",
+    "scales are second moments of unscaled per-example gradients",
 )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class EKFAC(Eigen):
-    """Eigenbases, with eigenvalues of `G (x) A` estimated from gradients of single examples.
+    """Eigenbases, with eigenvalues of `G (x) A` estimated from per-example gradients.
 
     `mpikfac.engine.Scales` keeps the estimates.
     """

@@ -1,4 +1,4 @@
-"""Mean eigenvalues of factors, relative to which damping and rounding errors are measured."""
+"""Mean eigenvalues of factors, in units of which damping and rounding errors are measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mean_eigenvalues(
 
 
 def repeated(numbers: Iterable[float], groups: Iterable[int], tensor: Tensor) -> Tensor:
-    """Return the numbers, repeated per group, on the device of `tensor`; the host does not wait."""
+    """Return each number, repeated for its groups, on the device of `tensor`, without waiting."""
     values = [number for number, count in zip(numbers, groups) for _ in range(count)]
     return torch.tensor(values, dtype=tensor.dtype).to(tensor.device, non_blocking=True)
 

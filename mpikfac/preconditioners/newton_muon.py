@@ -28,10 +28,10 @@ class NewtonMuon(Inverses):
     """The inverse `(A + 0.2 mean(A) I)^-1` of the inputs' second moments alone [Newton-Muon].
 
     `mean(A)` is the mean eigenvalue. `AdamGrafting()` computes the polar factor of the gradient
-    times this inverse. A bias without inputs keeps its G.
+    times this inverse. A layer in which only the bias is trained uses G instead.
 
     Attributes:
-        dtype: inverses are kept, sent and multiplied in this dtype; None for the model's.
+        dtype: the dtype in which inverses are kept, sent and multiplied; None for the model's.
     """
 
     name: ClassVar[str] = "newton-muon"

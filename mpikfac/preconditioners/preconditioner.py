@@ -1,4 +1,4 @@
-"""The base class of preconditioners: from factor to decomposition, from gradient to direction."""
+"""The base class of preconditioners, which decompose factors and compute directions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpikfac.settings import (
     usual_intervals,
 )
 
-if TYPE_CHECKING:  # programs print help from these types, and importing torch takes seconds
+if TYPE_CHECKING:  # programs use these types to print help, and importing torch takes seconds
     import torch
     from torch import Tensor
 
@@ -65,7 +65,7 @@ class Held:
 class Defaults:
     """The settings that `KFAC` uses where none are given; see `KFAC` for their meaning.
 
-    An interval of None is the default one, which a budget can lengthen.
+    An interval of None stands for the default interval, which a budget can lengthen.
     """
 
     damping: Damping = field(default_factory=Damping)
@@ -76,7 +76,7 @@ class Defaults:
     matmul_precision: Precision | None = None
 
     def override(self, clip: Clip | None = None, **given: Any) -> Defaults:
-        """Return these settings, replaced by the given ones unless they are None.
+        """Return a copy of these settings with the given values, except where they are None.
 
         Args:
             clip: bounds the lengths of directions; with a clip, the default grafting is
@@ -87,7 +87,7 @@ class Defaults:
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def intervals(self, budget: Budget, stagger: int) -> tuple[float | Schedule, float | Schedule]:
-        """Return both intervals; in place of None, the default one, lengthened by the budget."""
+        """Return both intervals, with None replaced by the default, lengthened by the budget."""
         usual = budget.stretched(usual_intervals(stagger))
         factors, bases = self.factor_update_steps, self.inv_update_steps
         return (
@@ -123,7 +123,7 @@ class Preconditioner(Choice):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype in which decompositions are kept, sent and multiplied; None: the model's."""
+        """The dtype in which decompositions are kept, sent and multiplied; None for the model's."""
         return None
 
     def attach(self, bases: Any) -> Iterable[Any]:
@@ -147,9 +147,9 @@ class Preconditioner(Choice):
         )
 
     def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
-        """Return X and Y for a layer's averaged gradient: A averages `X^T X`, and G `Y Y^T`.
+        """Return X and Y for a layer's averaged gradient; A averages `X^T X`, and G `Y Y^T`.
 
-        Called only if the form states that factors are `of` the gradient.
+        Called only if the form has `of="gradient"`.
 
         Args:
             gradient: `[outputs, inputs]`, or `[groups, outputs, inputs]`, as are X and Y.
@@ -178,8 +178,8 @@ class Preconditioner(Choice):
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the blocks that can change without a new decomposition, and the total misfit `[]`.
 
-        The misfit is relative. A preconditioner that has no cheap misfit returns NaN, which
-        exceeds every tolerance.
+        The misfit is a relative error. A preconditioner that cannot compute it cheaply returns NaN,
+        which counts as above every tolerance.
 
         Args:
             factor: `[n, n]`, or `[count, n, n]`, with misfits `[count]`.
@@ -189,7 +189,7 @@ class Preconditioner(Choice):
         return {}, factor.new_full(factor.shape[:-2], float("nan"))
 
     def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
-        """Write the damped products of the eigenvalues of all its layers to `denominators`.
+        """Write the damped products of eigenvalues to the `denominators` of all layers in `held`.
 
         Called only if the form has `denominators`, when damping or decompositions have changed.
         """
@@ -198,5 +198,5 @@ class Preconditioner(Choice):
         )
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
-        """Return the direction `[outputs, inputs]` of a layer for its gradient."""
+        """Return the direction for a layer's gradient, `[outputs, inputs]`."""
         raise NotImplementedError(f"preconditioner {self.form.name!r} does not define direction()")

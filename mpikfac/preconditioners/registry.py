@@ -1,4 +1,4 @@
-"""The preconditioners by name. To add one, add a file and an entry of `TYPES`."""
+"""The preconditioners by name. To add one, add a file and an entry in `TYPES`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def named_preconditioner(preconditioner: PreconditionerName | Preconditioner) ->
     """Return the preconditioner with the given name; a `Preconditioner` is returned unchanged.
 
     Raises:
-        ValueError: no preconditioner has the name.
+        ValueError: no preconditioner has this name.
     """
     if isinstance(preconditioner, Preconditioner):
         return preconditioner
@@ -37,10 +37,10 @@ def named_preconditioner(preconditioner: PreconditionerName | Preconditioner) ->
 def preconditioners_by_name(
     preconditioner: PreconditionerName | Preconditioner,
 ) -> dict[PreconditionerName, Preconditioner]:
-    """Return the run's preconditioner, then all preconditioners that layers can name.
+    """Return the run's preconditioner, followed by all others that layers can name.
 
     Raises:
-        ValueError: no preconditioner has the name.
+        ValueError: no preconditioner has this name.
     """
     first = named_preconditioner(preconditioner)
     others = {n: entry for n, entry in PRECONDITIONERS.items() if n != first.form.name}
@@ -48,7 +48,7 @@ def preconditioners_by_name(
 
 
 def forms(preconditioner: PreconditionerName | Preconditioner) -> tuple[Form, ...]:
-    """Return the descriptions for a plan, first of the run's preconditioner, then of all others."""
+    """Return the descriptions for a plan: the run's preconditioner first, then all others."""
     return tuple(entry.form for entry in preconditioners_by_name(preconditioner).values())
 
 
@@ -71,8 +71,8 @@ def make_plan(
         itemsize: bytes per element.
         factor_itemsize: bytes per element of running averages; `itemsize` if None.
         basis_itemsize: bytes per element of decompositions; `itemsize` if None.
-        sharding: the parameters of which each rank holds a shard; all `others` are then means over
-            ranks. None if every rank holds whole parameters.
+        sharding: the parameters of which each rank holds a shard; all other tensors in `others` are
+            then averaged over ranks. None if every rank holds whole parameters.
 
     Raises:
         ValueError: choices cannot be combined; the message states what is required.

@@ -3,9 +3,9 @@
 In a round, members send at the same time, and the next round begins when the busiest link is done.
 Links can send and receive at the same time. The time of a collective is therefore the sum, over its
 rounds, of a latency plus the bytes of the busiest link divided by the bandwidth. `parts` are the
-bytes of every member's part, in the order of members; a buffer without parts has equal parts. For
-Alltoallv, `parts` are the bytes from every member to every member. `together` neighbouring members
-share a node.
+bytes of every member's part, in the order of members; a buffer without parts counts as equal parts.
+For Alltoallv, `parts` are the bytes from every member to every member. `together` is the number of
+neighbouring members that share a node.
 
 The rounds follow the definitions in [Thakur et al. 2005]: rings, trees, and exchanges at distances
 that double or halve. If the number of members is not a power of two, some members first pass their
@@ -30,7 +30,7 @@ Table = Mapping[str, Mapping[int, Mapping[int, str]]]
 those of the whole buffer, or of the mean part for `BY_PART`.
 """
 KIB, MIB = 2**10, 2**20
-CHAINED_PIECE = 32 * KIB  # bytes of a piece along a chain of coll/libnbc
+CHAINED_PIECE = 32 * KIB  # bytes per piece in a chain of coll/libnbc
 RADIX = 4  # 1 + the number of children per level of a k-nomial tree
 
 OF_ALLTOALLV = {
@@ -132,8 +132,8 @@ class Round(NamedTuple):
     """The bytes on the busiest links in a round of a collective.
 
     Attributes:
-        size: the bytes that the busiest member sends or receives, whichever are more.
-        leaving: the bytes that leave or enter the busiest node, whichever are more.
+        size: the bytes that the busiest member sends or receives, whichever is more.
+        leaving: the bytes that leave or enter the busiest node, whichever is more.
         times: the number of rounds of this kind.
     """
 
@@ -150,7 +150,7 @@ def chosen(primitive: str, parts: Parts, library: str = "Open MPI") -> str:
 
 
 def rounds(primitive: str, algorithm: str, parts: Parts, together: int = 1) -> list[Round]:
-    """Return the rounds of a collective, with the final round last.
+    """Return the rounds of a collective; the last entry is the final round.
 
     Args:
         together: the number of neighbouring members on a node.
@@ -173,7 +173,7 @@ def transfer(messages: Iterable[tuple[int, int, float]], together: int = 1) -> R
 
 
 def _exchange(size: float, distance: int, together: int) -> Round:
-    """Return a round in which members exchange with the member at `distance`, a power of two."""
+    """Return a round of exchanges with the member at `distance`, a power of two."""
     return Round(size, size * together if distance >= _whole(together) else 0.0)
 
 
@@ -183,7 +183,7 @@ def _shift(size: float, distance: int, together: int, ranks: int, times: int = 1
 
 
 def _branch(size: float, distance: int, together: int) -> Round:
-    """Return a round of a tree in which each node has a single member with a far partner."""
+    """Return a round of a tree in which one member per node has a partner on another node."""
     return Round(size, size if distance >= _whole(together) else 0.0)
 
 
@@ -193,7 +193,7 @@ def _busiest(
     sizes: np.ndarray,
     together: int,
 ) -> Round:
-    """Return the round of messages between members; a message to oneself is ignored."""
+    """Return the round of messages between members; messages to oneself are ignored."""
 
     def most(size: np.ndarray, per: int) -> float:
         return float(max(np.bincount(ends // per, size).max() for ends in (sources, targets)))
@@ -209,8 +209,8 @@ def _busiest(
 def _ring(parts: np.ndarray, together: int, first: int = 0) -> list[Round]:
     """Pass all parts on to the next member, starting with part `r + first` on member r.
 
-    The largest part is always in flight. Between nodes, the positions of the parts in flight
-    alternate.
+    The largest part is always in flight. The parts that cross between nodes in a round are at the
+    same position in their nodes, which changes from round to round.
     """
     ranks, largest = len(parts), parts.max()
     turns = Counter((together - 1 + first - k) % together for k in range(ranks - 1))
@@ -264,7 +264,12 @@ def _neighbour(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _crossing(pairs: np.ndarray, turn: int, of_node: int) -> float:
-    """Return the bytes of the busiest node, which has `of_node` pairs, when pairs cross again."""
+    """Return the bytes that leave or enter the busiest node in the next crossing of pairs.
+
+    Args:
+        turn: the number of earlier crossings.
+        of_node: the number of pairs per node.
+    """
     first = np.arange(0, len(pairs), of_node)  # the first pair of each node
     to_left, to_right = (np.take(pairs, at, mode="wrap") for at in (first + turn, first - 1 - turn))
     return float(
@@ -324,7 +329,7 @@ def _rabenseifner(parts: np.ndarray, together: int) -> list[Round]:
 def _there_and_back(parts: np.ndarray, together: int) -> list[Round]:
     """Return the rounds that halve the sums, and the same rounds in reverse.
 
-    The last round, in which joined members get the sums, is left out.
+    The last round, in which the members left out of the exchanges get the sums, is not included.
     """
     size, whole = parts.sum(), _whole(len(parts))
     first = 2 * [_exchange(size / 2, 1, together)] if whole < len(parts) else []
@@ -355,7 +360,7 @@ def _reduce_tree(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _bcast_tree(parts: np.ndarray, together: int) -> list[Round]:
-    """Copy along a binomial tree, neighbours first; all members of a node have far children."""
+    """Copy along a binomial tree, neighbours first; all members have children on other nodes."""
     return [_exchange(parts.sum(), distance, together) for distance in _powers(len(parts))]
 
 
@@ -364,9 +369,9 @@ def _reduce_and_bcast(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _knomial(parts: np.ndarray, together: int) -> list[Round]:
-    """Copy along a tree with `RADIX - 1` children per level; copies for all levels leave at once.
+    """Copy along a tree with `RADIX - 1` children per level, sending to all levels at once.
 
-    Far children get their copies no earlier than near ones, although they have children.
+    Distant children are not served first, although they have children themselves.
     """
     size, ranks, found = parts.sum(), len(parts), []
     distances = _powers(ranks, RADIX)
@@ -385,7 +390,7 @@ def _scatter(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _handed_out(parts: np.ndarray, together: int) -> list[Round]:
-    """Send equal parts along a binomial tree, to far members first."""
+    """Send equal parts along a binomial tree, to distant members first."""
     size, distances = parts[0], _powers(len(parts))[::-1]
     return [_branch(size * min(d, len(parts) - d), d, together) for d in distances]
 
@@ -403,7 +408,7 @@ def _star(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _pipeline(parts: np.ndarray, together: int) -> list[Round]:
-    """Pass the whole buffer along a chain, not in pieces."""
+    """Pass the whole buffer along a chain, without dividing it."""
     return [_shift(parts.sum(), 1, together, len(parts), len(parts) - 1)]
 
 
@@ -449,7 +454,7 @@ ROUNDS: Mapping[str, Mapping[str, Callable[[np.ndarray, int], list[Round]]]] = {
     },
     "Ireduce": {"binomial": _reduce_tree, "chain": _chain, "rabenseifner": _there_and_back},
 }
-"""The rounds of an algorithm, by primitive and name."""
+"""The function that returns the rounds of an algorithm, by primitive and algorithm."""
 
 # -- arithmetic ------------------------------------------------------------------------------------
 
@@ -485,5 +490,5 @@ def _window(parts: np.ndarray, count: int) -> float:
 
 
 def _last(values: Mapping[int, Value], at: float) -> Value:
-    """Return the value of the largest key up to `at`; keys ascend."""
+    """Return the value of the largest key up to `at`; keys must be in ascending order."""
     return [value for key, value in values.items() if key <= at][-1]

@@ -1,6 +1,6 @@
 """Predict the times of messages and of a rank's computations on a machine, with pure functions.
 
-A collective takes, in each round of the algorithm that the machine's MPI chooses (`algorithms`), a
+The MPI library chooses an algorithm for each collective (`algorithms`). Each of its rounds takes a
 latency plus the bytes of the busiest link divided by the bandwidth. If the collective was measured,
 the measurement is used, and the rounds only convert it to other numbers of ranks and to unequal
 parts.
@@ -37,11 +37,11 @@ DRAWS = 512  # points of the quadrature for the slowest rank's time
 CHAINED = 4 * PIECE  # bytes per piece of a message, in float32
 PIECES = dict.fromkeys(("Allreduce", "Reduce", "Reduce_scatter", "Alltoall"), CHAINED)
 PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)
-"""Bytes of a piece of a collective that is sent in pieces."""
+"""The bytes per piece of collectives that are sent in pieces."""
 
 
 def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the time of a message of `rank` after the last member's arrival, in seconds."""
+    """Return the time of a message of `rank` once all members have arrived, in seconds."""
     ranks, nodes, sharing = placed(plan.grid.team(rank, message.over), plan, machine)
     codec = message.codec.name if message.codec else None
 
@@ -77,7 +77,7 @@ def overlapped_seconds(message: Message, plan: Plan, rank: int, machine: Machine
 
 
 def agreement_seconds(plan: Plan, machine: Machine) -> float:
-    """Return the time in which ranks agree on an overlapped message, with a reduction of 1 byte."""
+    """Return the time to agree on an overlapped message, with a reduction of 1 byte."""
     ranks, nodes, sharing = placed(plan.grid.team(0, "world"), plan, machine)
     return collective_seconds("Iallreduce", 1, ranks, machine, nodes, sharing)
 
@@ -111,7 +111,7 @@ def collective_seconds(
 
     Args:
         size: bytes of the whole buffer, as sent.
-        sharing: the number of communicators that do the same at once and share a node's link.
+        sharing: the number of communicators that run it at the same time and share a node's link.
         codec: the encoding, which is assumed to take no time if it was not measured.
         parts: bytes of every member's part, for Alltoallv from every member to every member; equal
             parts by default.
@@ -152,7 +152,7 @@ def algorithm_seconds(primitive: str, algorithm: str, parts: Parts, machine: Mac
 
 
 def level_of(sample: Sample, library: str = "Open MPI") -> Level:
-    """Return the network level fitted to a measured collective, for unmeasured collectives."""
+    """Return the network level fitted to a measured collective, to predict unmeasured ones."""
     line = fitted(sample.points)
     largest = sample.points[-1][0]
     found = _rounds(sample.primitive, _equal(largest, sample.ranks), sample.nodes, library)
@@ -191,7 +191,7 @@ def nearest(
 
 
 def _rounds(primitive: str, parts: Parts, nodes: int, library: str) -> list[Round]:
-    """Return the rounds of a message, piece by piece; pieces contain a fraction of every part."""
+    """Return the rounds of a message, piece by piece; each piece has a fraction of every part."""
     together = math.ceil(len(parts) / nodes)
     found: list[Round] = []
     for name in primitive.split(", "):
@@ -207,7 +207,7 @@ def _rounds(primitive: str, parts: Parts, nodes: int, library: str) -> list[Roun
 def _modelled(
     primitive: str, parts: Parts, machine: Machine, nodes: int, sharing: int
 ) -> tuple[float, float]:
-    """Return the seconds spent on latency and on bytes by a message on the machine's levels."""
+    """Return the seconds that a message spends on latency and on bytes, on the machine's levels."""
     found = _rounds(primitive, parts, nodes, machine.library)
     return _total(round_seconds(one, machine, sharing) for one in found)
 
@@ -215,7 +215,7 @@ def _modelled(
 def _converted(
     sample: Sample, size: float, modelled: tuple[float, float], machine: Machine
 ) -> float:
-    """Scale a time measured with equal parts to another collective, by their modelled times.
+    """Scale a time measured with equal parts to another collective, using modelled times of both.
 
     The latency is scaled by the ratio of the modelled latencies, and the rest by the ratio of the
     modelled times for bytes.
@@ -240,7 +240,7 @@ def _total(seconds: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None = None) -> float:
-    """Return the time of a refresh's decompositions on `rank`, in all slots or one, in seconds."""
+    """Return the time of a refresh's decompositions on `rank`, for all slots or one, in seconds."""
     factors = plan.of(rank).decomposed(turn)
     # Reciprocals of diagonals take no time.
     return sum(factor_seconds(factor, machine) for factor in factors if factor.order > 1)
@@ -249,7 +249,7 @@ def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None 
 def factor_seconds(factor: Factor, machine: Machine) -> float:
     """Return the time to decompose a factor, in seconds.
 
-    For a low rank, the time of the full decomposition is scaled by the work.
+    For a low rank, the time of the full decomposition is scaled in proportion to the work.
     """
     if factor.preconditioner.vector:
         return 0.0
@@ -270,7 +270,7 @@ def factor_seconds(factor: Factor, machine: Machine) -> float:
 def precondition_seconds(
     plan: Plan, rank: int, machine: Machine, network: Network, orthogonal: bool = True
 ) -> float:
-    """Return the time in which `rank` preconditions its layers, in seconds.
+    """Return the time that `rank` needs to precondition its layers, in seconds.
 
     It is a fraction of the time measured for all layers: the fraction of multiplications or, for
     vectors, of elements. Without a measurement, it is a sum over products. Measured times include
@@ -280,7 +280,7 @@ def precondition_seconds(
         orthogonal: whether the directions are made orthogonal.
 
     Raises:
-        ValueError: the plan has vectors, and the machine has no times for vectors.
+        ValueError: the machine has no times for the vectors or products that the plan needs.
     """
     layers = plan.of(rank).preconditioned
     seconds = 0.0
@@ -330,7 +330,7 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
 
 
 def moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the time in which `rank` computes factors of the averaged gradient, in seconds.
+    """Return the time that `rank` needs for factors of the averaged gradient, in seconds.
 
     Raises:
         ValueError: the machine has no rates for products.
@@ -353,7 +353,7 @@ def moments(plan: Plan, rank: int) -> Iterator[int]:
 
 
 def product_seconds(multiplications: int, machine: Machine) -> float:
-    """Return the time of a matrix product, at the rate of square matrices with as many operations.
+    """Return the time of a matrix product, at the rate of a square product of the same cost.
 
     Raises:
         ValueError: the machine has no rates for products.

@@ -1,6 +1,7 @@
 """Describe a machine by the times of messages and computations, measured or published.
 
-Machines are stored as JSON. A point is a pair: bytes or order, and the value measured for it.
+Machines are stored as JSON. A point is a pair: a number of bytes or an order, and the value
+measured for it.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class Level:
 
 @dataclass(frozen=True)
 class Sample:
-    """Store the times of a collective, measured while all ranks are in the same collective.
+    """Store the times of a collective, measured while all ranks run the same collective.
 
     Attributes:
         ranks: the number of members of the communicator.
-        nodes: the number of nodes that the members are on.
-        sharing: the number of communicators of the same kind that leave a node at once.
-        points: the bytes of the whole buffer, ascending, and the slowest rank's median time.
+        nodes: the number of nodes on which the members run.
+        sharing: the number of communicators that use a node's link at the same time.
+        points: pairs of the whole buffer's bytes, ascending, and the slowest rank's median time.
         codec: the encoding; the seconds include encoding and decoding.
     """
 
@@ -95,8 +96,8 @@ class Machine:
     """Store the values from which the time of a step is predicted.
 
     Attributes:
-        about: versions, date, hosts; free text for people.
-        sources: the source of a value, by its key ("between.bandwidth"); empty if measured.
+        about: information for people, such as versions, date and hosts.
+        sources: the sources of values that were not measured, by key ("between.bandwidth").
         ranks_per_node: the number of consecutive ranks on a node; None if all ranks share a node.
         inside: the network level inside a node.
         between: the network level between nodes; None for a single node.
@@ -353,5 +354,5 @@ def _points(pairs: Any, key: str) -> tuple[Point, ...]:
         raise ValueError(f"{key} must be a list of pairs of numbers") from None
     rising = all(a < b for (a, _), (b, _) in zip(points, points[1:]))
     if not points or not rising or not all(0 < v <= LARGEST for pair in points for v in pair):
-        raise ValueError(f"{key} must be pairs of positive numbers, the first ones ascending")
+        raise ValueError(f"{key} must be pairs of positive numbers, with ascending first numbers")
     return points

@@ -1,7 +1,7 @@
 """Simulate the steps of a plan on a machine: their total time, and the time of communication.
 
 Ranks wait for each other in collectives, so a stage takes as long as it does on the slowest rank.
-Simulating a few representative ranks is enough, so plans for thousands of ranks take only seconds.
+Only a few representative ranks are simulated, so a plan for thousands of ranks takes only seconds.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Event(NamedTuple):
             "overlapped", a message sent during the following computations, urgent messages first;
             "wait" for the urgent messages, or "wait for all" messages.
         ready: the fraction of the backward pass after which an overlapped message is sent.
-        slowdown: seconds by which an overlapped message slows the computation.
-        agreement: seconds in which all ranks agree to send an overlapped message; they are hidden
-            if another message is in flight.
+        slowdown: the time by which an overlapped message slows the computation, in seconds.
+        agreement: the time that ranks need to agree to send an overlapped message, in seconds; it
+            is hidden if another message is in flight.
     """
 
     stage: str
@@ -54,7 +54,7 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """Predict the steps of `plan` on a machine.
 
     With replicas of the model, every kind of step is a mean over steps with and without an
-    exchange. With clients and servers, the steps are a client's.
+    exchange. With clients and servers, the steps of a client are predicted.
 
     Raises:
         ValueError: the machine has no times for the model or for the preconditioner, or a field of
@@ -96,7 +96,7 @@ def cheapest(
     fitting = [name for name in predictions if memory is None or predictions[name].memory <= memory]
     if not fitting:
         least = min(prediction.memory for prediction in predictions.values())
-        raise ValueError(f"memory={memory} bytes are too few for any plan; use at least {least}")
+        raise ValueError(f"memory={memory} bytes is too little for any plan; use at least {least}")
     return min(fitting, key=lambda name: predictions[name].mean.seconds)
 
 
@@ -109,8 +109,8 @@ def representatives(plan: Plan) -> list[int]:
     """Return a few ranks that determine a step's time, and the last rank, which might own nothing.
 
     They are the ranks with the longest decompositions, the most elements in their own factors, the
-    most elements in the factors of their column, and the most work to precondition. With shards,
-    rank 0 is one of them, which has the most rows.
+    most elements in the factors of their column, and the most work to precondition. In a sharded
+    model, they include rank 0, which holds the most rows.
     """
     owners = sorted(set(plan.owners.values())) or [0]
     squares = {rank: sum(f.work(2) for f in plan.of(rank).owned) for rank in owners}
@@ -136,7 +136,7 @@ def representatives(plan: Plan) -> list[int]:
 
 
 def shares(job: Job, stagger: int = 1) -> dict[tuple[bool, bool], float]:
-    """Return the fraction of steps of each kind: with or without new factors, and new bases.
+    """Return the fraction of steps of each kind.
 
     The keys are pairs: whether a step computes new factors, and whether it computes new bases.
     """
@@ -235,7 +235,7 @@ def _of_turns(
 
 
 def _together(plan: Plan, job: Job) -> int:
-    """Return the number of steps from one message of all ranks to the next."""
+    """Return the number of steps from one message between all ranks to the next."""
     interval = plan.strategy.sync.sync_every
     return min(interval, job.factor_update_steps) if plan.layers else interval
 
@@ -307,7 +307,7 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
 
 
 def _ready(message: Message, plan: Plan, rank: int) -> float:
-    """Return the fraction of the backward pass before a message if all layers take equally long."""
+    """Return the fraction of the backward pass before a message, if layers take equally long."""
     gradients = message.stage == names.REDUCE_GRADIENTS
     layouts = plan.of(rank).layouts
     layout = layouts.gradients if gradients else layouts.statistics
@@ -325,7 +325,7 @@ def _ready(message: Message, plan: Plan, rank: int) -> float:
 
 
 def _awaited(plan: Plan, machine: Machine, turn: int | None, step: float) -> float:
-    """Return the seconds in which ranks wait for the bases that curvature servers must deliver."""
+    """Return the seconds that ranks wait for the bases that curvature servers must deliver."""
     loads = [0.0] * plan.strategy.refresh.servers
     for rank in sorted(set(plan.owners.values())):
         seconds = costs.decompose_seconds(plan, rank, machine, turn)

@@ -87,7 +87,7 @@ def _cost(tp_plan: TensorParallelPlan, ranks: int, machine: Machine | None, item
 
 
 def _seconds(message: Message, plan: Plan, machine: Machine) -> float:
-    """Return the time of a message, without latency for gradients, which share their messages."""
+    """Return the time of a message; for gradients, which share messages, without the latency."""
     seconds = message_seconds(message, plan, 0, machine)
     if message.stage != names.REDUCE_GRADIENTS:
         return seconds
@@ -98,7 +98,7 @@ def _seconds(message: Message, plan: Plan, machine: Machine) -> float:
 def _cheapest(
     row: Sequence[LayerCall], tp_size: int, ranks: int, itemsize: int, cost: Cost
 ) -> tuple[float, dict[str, Channels]]:
-    """Return the lowest cost of a row of layers, by dynamic programming along the row."""
+    """Return a row's lowest cost and its split layers, by dynamic programming along the row."""
     best: Ways = {Place(): (0.0, {})}
     for call in row:
         longer: dict[Place, tuple[float, dict[str, Channels]]] = {}
@@ -122,7 +122,7 @@ def _places(call: LayerCall, before: Place, last: bool, tp_size: int) -> Iterato
         for axis in CHANNELS if tp_size > 1 else ():
             if call.can_split(axis, tp_size):
                 yield Place(axis, before.gives, False)
-                if not last and call.can_split("outputs", tp_size):  # slices of outputs are equal
+                if not last and call.can_split("outputs", tp_size):  # into equal slices
                     yield Place(axis, before.gives, True)
 
 

@@ -1,4 +1,4 @@
-"""Choose a strategy for a machine, and which messages it merges and which factors it replicates."""
+"""Choose a strategy for a machine, including which messages to merge and factors to replicate."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def choose(
 ) -> tuple[str, Strategy]:
     """Return the name of the strategy with the shortest mean step, and the tuned strategy.
 
-    Candidates are the strategies that the preconditioner supports and that train like a single
-    process with the joined batch, without stale bases. All candidates are `tuned` first.
+    Candidates are the strategies that the preconditioner supports and that give the same results as
+    a single process with the joined batch, without stale bases. All candidates are `tuned` first.
 
     Raises:
-        ValueError: the preconditioner supports no strategy; the error is the last candidate's.
+        ValueError: the preconditioner supports no strategy; the message is the last candidate's.
     """
     plans, refusal = {}, ValueError("there is no strategy to choose from")
     for name, strategy in _candidates(ranks):
@@ -126,17 +126,18 @@ def _fusing(strategy: Strategy, fusion: int | tuple[int, ...]) -> Strategy:
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
-    """Return the numbers of layers per message, front to back, for which messages end earliest.
+    """Return how many layers share each message, front to back, so that messages end earliest.
 
     Messages are sent one after another, from the last layer to the first. A message begins once its
     layers are ready and the previous message has ended; each merged layer saves a latency. This is
     the problem of MG-WFBP [Shi et al. 2019]; dynamic programming finds its optimum.
 
     Args:
-        seconds: by layer, the time of a message of this layer alone, including latency.
-        ready: by layer, when values are ready, in seconds from the start of the backward pass.
+        seconds: for each layer, the time of a message with only this layer, including latency.
+        ready: for each layer, when its values are ready, in seconds after the start of the backward
+            pass.
     """
-    ends = [0.0]  # by number of layers, counted from the last one: when their messages end
+    ends = [0.0]  # for each number of layers, counted from the last one, when their messages end
     before = [0]  # the number of layers in all of these messages but the last
     sent = [0.0, *itertools.accumulate(alone - latency for alone in reversed(seconds))]
     for count, at in enumerate(reversed(ready), start=1):
@@ -158,7 +159,7 @@ def replicated_below(
 ) -> int:
     """Return the order below which decomposing a factor is faster than receiving its basis.
 
-    [SPD-KFAC, Shi et al. 2021]
+    Source: SPD-KFAC [Shi et al. 2021].
     """
     plan = plan_for(layers, ranks, _replicating(strategy, 0), (), forms)
     factors = {

@@ -1,4 +1,4 @@
-"""The hyperparameters and choices of K-FAC, as values that check themselves."""
+"""The hyperparameters and choices of K-FAC, as objects that validate their values."""
 
 from mpikfac.settings.budget import Budget as Budget
 from mpikfac.settings.budget import budget_of as budget_of

@@ -24,10 +24,10 @@ from mpikfac.plan import operations as operations_of
 from mpikfac.settings.schedule import SETTLED, Schedule, evaluate
 from mpikfac.settings.usual import Intervals
 
-AT_FIRST = 1.0  # the budget until `SETTLED`
+AT_FIRST = 1.0  # the minimum budget before step `SETTLED`
 LEAST_PASSES = 2**27  # multiplications; shorter steps spend most of their time on other things
 LEAST_BLOCK = 128
-WIDE = 1024  # the largest order that is decomposed before the first batch is known
+WIDE = 1024  # factors up to this order are not cut before the first batch is known
 
 
 class Updates(NamedTuple):
@@ -46,16 +46,16 @@ class Budget:
     are the same on all machines, on any number of ranks, and after a restart.
 
     Args:
-        share: the maximum number of operations of statistics and decompositions, averaged over an
-            interval, relative to the operations of the passes; 1 during the first 160 steps. None
-            for no limit.
+        share: the maximum number of operations for statistics and decompositions, averaged over an
+            interval and relative to the operations of the passes; at least 1 during the first 160
+            steps. None for no limit.
         cuts: whether factors can be cut.
 
     Raises:
         ValueError: `share` is not positive.
 
     Attributes:
-        seen: how many vectors each layer had in the first batch; empty before it.
+        seen: the number of vectors of each layer in the first batch; empty before it.
         operations: the operations of each layer; empty before the first batch.
         total: the operations of all layers together.
     """
@@ -74,15 +74,16 @@ class Budget:
     # -- cuts ------------------------------------------------------------------------------------
 
     def cut(self, layer: LayerShape, spatial: bool = False) -> LayerShape:
-        """Return the layer with blocks of at most 128 rows, or half as many as a batch has vectors.
+        """Return the layer with its factors cut into blocks.
 
-        With larger blocks, a direction would cost more than the passes of the layer, and a batch
-        would have too few vectors to estimate them. Layers without vectors in the batch, such as
+        A block has at most 128 rows or, if that is more, half as many as a batch has vectors. With
+        larger blocks, a direction would cost more than the passes of the layer, and a batch would
+        have too few vectors to estimate them. Layers without vectors in the batch, such as
         embeddings, stay whole. Before the first batch, only wide layers without pixels are cut.
 
         Args:
             layer: a layer with whole factors.
-            spatial: whether vectors are patches, of which a batch has many.
+            spatial: whether vectors are patches, of which a batch contains many.
         """
         if not self.cuts:
             return layer
@@ -132,7 +133,7 @@ class Budget:
     # -- state -----------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Return the sizes of the first batch as text, or "" before it."""
+        """Return the sizes of the first batch as text, or "" before the first batch."""
         return json.dumps({n: asdict(s) for n, s in self.seen.items()}) if self.seen else ""
 
 
@@ -189,7 +190,7 @@ def cost(
 ) -> tuple[float, str]:
     """Return the operations of a step relative to those of its passes, and a line to report them.
 
-    Intervals are those from step 160 on, when they no longer grow.
+    The intervals from step 160 on are used, which no longer grow.
     """
     updates = [1 / evaluate(each, SETTLED) for each in (factor_update_steps, inv_update_steps)]
     added = {name: one.direction + one.updates(*updates) for name, one in operations.items()}
@@ -201,6 +202,6 @@ def cost(
     whole = max(shapes[largest].inputs, shapes[largest].outputs)
     blocks = f", in blocks of at most {max(orders)}" if orders and max(orders) < whole else ""
     return times, (
-        f"K-FAC: {times:.2g} times SGD's operations per step; layer {largest} has "
+        f"K-FAC: {times:.2g} times SGD's operations per step; layer {largest} accounts for "
         f"{added[largest] / total:.0%} of what K-FAC adds (order {whole}{blocks})"
     )

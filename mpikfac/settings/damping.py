@@ -14,14 +14,14 @@ GOOD, POOR = 3 / 4, 1 / 4
 
 @dataclass
 class LevenbergMarquardt:
-    """Lower the damping while the quadratic model predicts well; raise it if it promises too much.
+    """Lower the damping if the quadratic model predicts the loss well; raise it if it is far off.
 
     Pass it to `KFAC` as `damping`. `KFAC.update_damping` changes the damping every few steps
     [Martens & Grosse 2015, 6.5].
 
     Args:
         damping: the initial damping; later, the current damping.
-        damping_adaptation_interval: steps from one call of `KFAC.update_damping` to the next.
+        damping_adaptation_interval: the number of steps between calls of `KFAC.update_damping`.
         damping_adaptation_decay: the factor per step, in (0, 1), by which the damping is
             multiplied or divided.
         min_damping: the minimum damping.

@@ -23,7 +23,7 @@ from mpikfac.plan import (
 )
 from mpikfac.settings.schedule import Schedule, in_force
 
-if TYPE_CHECKING:  # programs print help from this file, and importing torch takes seconds
+if TYPE_CHECKING:  # programs use this file to print help, and importing torch takes seconds
     import torch
     from torch import Tensor
 
@@ -38,13 +38,14 @@ LEAST_VECTORS = 3  # per row of the layer's largest factor
 def usual_distance(examples: int, vectors: int, shares: int, order: int) -> int:
     """Return the default distance between the examples from which factors are estimated.
 
-    It is the largest power of 2 that leaves 32 examples, and 3 vectors per row of the largest
-    factor; 1 if the batch has fewer. Martens & Grosse [2015, section 8] use an eighth of a batch.
+    It is the largest power of 2 that leaves at least 32 examples, and 3 vectors per row of the
+    largest factor, or 1 if the batch has fewer. Martens & Grosse [2015, section 8] use an eighth of
+    a batch.
 
     Args:
         examples: the number of examples in a shard of the batch.
         vectors: the number of vectors in the shard.
-        shares: the number of shards of the batch, which all have about as many examples.
+        shares: the number of shards of the batch, all with about the same number of examples.
         order: the number of rows of the largest factor.
     """
     enough = max(LEAST_EXAMPLES, math.ceil(LEAST_VECTORS * order * examples / max(1, vectors)))
@@ -86,7 +87,7 @@ class Subsample:
 
 @dataclass(frozen=True)
 class Turn:
-    """One of several backward passes through a forward pass, and its weight in the statistics.
+    """One of several backward passes for a forward pass, and its weight in the statistics.
 
     Attributes:
         rows: the number of rows of the outputs, by which gradients were divided.
@@ -102,7 +103,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Estimator:
-    """Choose how factors are estimated: from which gradients, and with which averages.
+    """Choose from which gradients factors are estimated, and how they are averaged.
 
     `factor_decay` is a number or a schedule (a function of the step). Programs that use
     fisher_type="mc" or "type-2" call `KFAC.record`. The normalisations are defined in
@@ -128,9 +129,9 @@ class Estimator:
             None for no rounding.
         factor_dtype: the dtype of the running averages of factors; None for the dtype of the
             statistics of a batch.
-        num_per_example_loss_terms: the positions per example over which the mean loss averages,
-            such as the tokens of a text or the pixels of a segmentation. G of
-            fisher_type="empirical" is multiplied by this number, so that a damping means the
+        num_per_example_loss_terms: the number of positions per example over which the loss is
+            averaged, such as the tokens of a text or the pixels of a segmentation. With
+            fisher_type="empirical", G is multiplied by this number, so that a damping means the
             same for all types of Fisher matrix; "mc" and "type-2" take the number from the outputs.
 
     Raises:
@@ -178,7 +179,7 @@ class Estimator:
     def turns(
         self, outputs: Sequence[Tensor], losses: Sequence[Loss]
     ) -> Iterator[tuple[Turn, list[Tensor]]]:
-        """Yield the backward passes that replace the loss's, with the gradients they start from.
+        """Yield the backward passes that replace that of the loss, and their initial gradients.
 
         Args:
             outputs: the outputs of each head.

@@ -97,10 +97,10 @@ SETTLED = 160
 
 
 def growing(interval: int, multiple: int = 1) -> Schedule:
-    """Return a schedule that grows from a tenth of the interval at step 0 to all of it at 160.
+    """Return a schedule that grows from a tenth of the interval to all of it at step 160.
 
-    The tenth is doubled at steps 20, 40 and 80. The first factors average few batches, and weights
-    move fastest at the beginning.
+    The tenth is doubled at steps 20, 40 and 80. Updates are most useful at the beginning, when
+    factors are averages of few batches and weights change fastest.
 
     Args:
         multiple: a number that divides all intervals.
@@ -115,7 +115,7 @@ def growing(interval: int, multiple: int = 1) -> Schedule:
 
 
 def in_force(name: str, setting: float | Schedule, step: int, below: float = math.inf) -> float:
-    """Return a setting's value at `step`: positive, or in [0, `below`) if `below` is given.
+    """Return a setting's value at `step`; it must be positive, or in [0, `below`) if given.
 
     Raises:
         ValueError: the value is out of bounds; the message refers to it as `name`.

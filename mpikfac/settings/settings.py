@@ -118,9 +118,9 @@ class Settings:
     def begin(self, step: int) -> float:
         """Return the offset of an update's first example, as a fraction of the distance, in [0, 1).
 
-        Consecutive updates spread their offsets evenly, for any interval between them, so
-        that no position is skipped forever in batches whose examples are frames or windows of few
-        images.
+        The offsets of consecutive updates are spread evenly, for any interval between them.
+        Otherwise, some positions could be skipped forever in batches whose examples are frames or
+        windows of a few images.
         """
         interval = self._between("factor_update_steps", step, 1)
         return (step // interval * GOLDEN_RATIO + (interval - 1) * 2**0.5) % 1

@@ -17,7 +17,7 @@ SHARE = 10.0  # the relative damping, as a multiple of the mean eigenvalue
 
 
 class Intervals(NamedTuple):
-    """The steps between updates of factors, and between decompositions."""
+    """The numbers of steps between updates of factors, and between decompositions."""
 
     factor_update_steps: Schedule
     inv_update_steps: Schedule

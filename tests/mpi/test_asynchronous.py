@@ -479,7 +479,7 @@ def test_a_state_that_does_not_fit_changes_nothing(comm):
         with pytest.raises(UserError, match="loading state"):
             trainer.load_state_dict(lacking if ranks.rank else whole)
         assert trainer.steps == 0
-        with pytest.raises(UserError, match="the state has momentum of gradients"):
+        with pytest.raises(UserError, match="the state contains gradient momentum"):
             trainer.load_state_dict(whole | {"kfac/momentum/0": torch.zeros(1)})
 
     on_both(comm, model, problem.sgd(model), asynchronous(), train)

@@ -253,7 +253,7 @@ def test_a_line_says_once_what_a_step_costs_and_where(caplog):
     counts = [operations(layer, form, seen, orthogonal=True) for layer in plan.layers]
     added = sum(one.direction + one.updates(*every) for one in counts)
     times = 1 + added / sum(one.passes for one in counts)
-    assert line.startswith(f"K-FAC: {times:.2g} times SGD's operations per step; layer 0 has ")
+    assert line.startswith(f"K-FAC: {times:.2g} times SGD's operations per step; layer 0 accounts")
     assert line.endswith("(order 301, in blocks of at most 101)")
     assert times > 2
     assert {r.levelname for r in caplog.records if r.getMessage() == line} == {"WARNING"}

@@ -288,7 +288,7 @@ def test_kfac_refuses_jets():
     """Oracle: the layer's name; a factor would count the bias in all streams."""
     model = network(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)))
     optimizer = mpikfac.KFACOptimizer(model)
-    with pytest.raises(TypeError, match="layer '0': a Jet is not a tensor and not covered; .*skip"):
+    with pytest.raises(TypeError, match="layer '0' returned a Jet, which is not a tensor; .*skip"):
         model(jet(points()))
     model.eval()
     assert model(jet(points())).value.shape == (POINTS,)

@@ -130,7 +130,7 @@ def changed(**values):
         (changed(between=None), "ranks_per_node=4 and between=None belong together"),
         (changed(samples=[SAMPLE | {"ranks": "4"}]), "samples.ranks='4' must be a whole number"),
         (changed(samples=[SAMPLE | {"primitive": "AllReduce"}]), "must be one of Allreduce, "),
-        (changed(products=[[2, 1], [1, 1]]), "the first ones ascending"),
+        (changed(products=[[2, 1], [1, 1]]), "ascending first numbers"),
         (changed(decompositions={"eigen": [[1, -1]]}), "decompositions.eigen must be pairs"),
         (changed(networks=[{"model": "a"}]), "networks lacks the key 'batch'"),
     ],

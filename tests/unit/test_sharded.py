@@ -79,9 +79,9 @@ def divided(mesh):
 
 PLAIN = "use the plain model"
 SHARDED = {
-    "FSDP2, a layer": (by_layer, "1.weight is whole, but .*: call fully_shard"),
-    "FSDP2, whole weights": (unsharded, "0.weight is whole, .*; .* call model.reshard"),
-    "FSDP2, columns": (by_columns, "0.weight has the placements S(1) on .*; K-FAC needs rows"),
+    "FSDP2, a layer": (by_layer, "1.weight is not sharded, but .*: call fully_shard"),
+    "FSDP2, whole weights": (unsharded, "0.weight is not sharded, .*; .* call model.reshard"),
+    "FSDP2, columns": (by_columns, "0.weight has the placements S(1) on .*; K-FAC needs shards"),
     "FSDP2, sums": (divided, "set_gradient_divide_factor(1) must not be called"),
     "FSDP1": (fsdp1, f"the model is wrapped in FullyShardedDataParallel; {PLAIN}"),
     "FSDP1, original parameters": (
@@ -94,7 +94,7 @@ SHARDED = {
     ),
     "tensor parallel": (
         lambda mesh: parallelize_module(network(), mesh, {"1": ColwiseParallel()}),
-        "1.weight is a DTensor, but not of a part that fully_shard .*, or use the plain model",
+        "1.weight is a DTensor, but fully_shard was not called .*, or use the plain model",
     ),
     "ZeRO-3": (zero3, f"1.weight is partitioned by DeepSpeed's ZeRO-3; {PLAIN}"),
 }

@@ -411,7 +411,7 @@ def test_the_cheapest_plan_is_the_fastest_that_fits():
         fitting = {n: p.mean.seconds for n, p in found.items() if p.memory <= limit}
         assert best == min(fitting, key=fitting.__getitem__)
     assert best == mpikfac.predict.cheapest(plans, machine, JOB)
-    with pytest.raises(ValueError, match="memory=1 bytes are too few for any plan; use at least"):
+    with pytest.raises(ValueError, match="memory=1 bytes is too little for any plan; use at least"):
         mpikfac.predict.cheapest(plans, machine, JOB, memory=1)
 
 

@@ -1,4 +1,4 @@
-"""Compute second moments of a convolution's patches as autocorrelations, without the patches.
+"""Compute second moments of a convolution's patches as autocorrelations, without copying patches.
 
 This uses the weight-gradient kernel of a convolution, which sums products of the pixels of two
 images at every offset. On a CPU, it is nearly as fast as large matrix products, and does not copy
@@ -28,7 +28,8 @@ def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
     channels, pixels = x.shape[1] // groups, x.shape[2] * x.shape[3]
     if groups > 1 and channels == 1:
         return x.square().sum((0, 2, 3)).view(groups, 1, 1)
-    apart = not x.is_contiguous(memory_format=torch.channels_last)  # whether a pixel's channels are
+    # Whether the channels of a pixel are not adjacent in memory.
+    apart = not x.is_contiguous(memory_format=torch.channels_last)
     if _in_kernel(x) and pixels > 1 and (pixels <= 16 * channels or not apart):
         return _correlate(x, x, (1, 1), groups).flatten(2)
     if groups > 1:
@@ -46,8 +47,9 @@ def by_correlation(x: Tensor, window: Window, groups: int = 1) -> Tensor:
 
     The products of two patch elements at offsets o and o', summed over output positions, are the
     autocorrelation of `x` at o' - o. If the sum is over *all* positions at which a patch touches
-    `x`, it depends only on o' - o. The positions around the layer's output are then subtracted:
-    their patches cover little of `x`, only a thin strip along each side if the layer is padded.
+    `x`, it depends only on o' - o. The positions around the layer's output, which are not part of
+    the result, are then subtracted. Their patches cover little of `x`: only a thin strip along each
+    side if the layer is padded.
     """
     total = _sum_inside(channels_last(x), window, groups, (0, 1))
     return total.permute(4, 5, 0, 1, 6, 2, 3).flatten(4).flatten(1, 3)
@@ -172,7 +174,7 @@ def can_correlate(x: Tensor, window: Window) -> bool:
 
 
 def worth_correlating(x: Tensor, window: Window) -> bool:
-    """Return whether `by_correlation` is much less work than copying all patches.
+    """Return whether `by_correlation` takes much less work than copying all patches.
 
     Work is measured in products per example and pair of channels; the rule was fitted to times on
     CPU cores. On a GPU, which runs small kernels faster than the host launches them, patches are
@@ -186,13 +188,13 @@ def worth_correlating(x: Tensor, window: Window) -> bool:
     shifts = kh * (2 * kw - 1) * (height + reach_h) * width
     above_below = seen_h**2 * (2 * kw - 1) * frame_h * width
     left_right = seen_w**2 * kh * frame_w * height
-    spreading = 200 * (kh * kw) ** 2 / len(x)  # the matrix is written once, for any batch size
+    spreading = 200 * (kh * kw) ** 2 / len(x)  # the matrix is written only once per batch
     patches = (kh * kw) ** 2 * (height + reach_h - frame_h) * (width + reach_w - frame_w)
     return x.shape[1] > 2 and shifts + above_below + left_right + spreading < 0.55 * patches
 
 
 def _in_kernel(x: Tensor) -> bool:
-    """Return whether the weight-gradient kernel is faster than products, as oneDNN's is."""
+    """Return whether the weight-gradient kernel is faster than matrix products, as in oneDNN."""
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
 
 

@@ -22,7 +22,7 @@ from mpikfac.plan import LayerShape
 
 
 class ConvLayer(Layer):
-    """Cover a convolution in 1, 2 or 3 dimensions, with any number of groups, also transposed.
+    """Cover a convolution, possibly transposed or grouped, in 1, 2 or 3 dimensions.
 
     A transposed convolution is a convolution of its input, with zeros inserted between the pixels,
     so its positions are output pixels as well.
@@ -36,7 +36,7 @@ class ConvLayer(Layer):
         self.transposed = module.transposed
         self._around = () if module.padding_mode == "zeros" else _padding(module)
         if self.transposed:
-            # Large enough that a pixel is left once the padding is cut off.
+            # The image is large enough that a pixel remains after the padding is cut off.
             image = torch.empty(1, 1, *(1 + 2 * int(p) for p in module.padding), device="cpu")
             _, self._window = self._spread(module, image, module.output_padding)
         else:
@@ -45,7 +45,7 @@ class ConvLayer(Layer):
         super().__init__(name, module)
 
     def whole_shape(self) -> LayerShape:
-        """Return the shape, with the orders of the factors of one group."""
+        """Return the shape, with the orders of a single group's factors."""
         module, groups = self.module, self.module.groups
         outputs = module.out_channels // groups
         if self.bias_alone:
@@ -92,7 +92,7 @@ class ConvLayer(Layer):
         return totals if groups == 1 else totals.view(len(g), groups, -1)
 
     def form(self, side: str) -> Hashable:
-        """Return a key for convolutions whose moments are computed identically, up to sizes."""
+        """Return a key; layers with the same key compute a side's moments in the same way."""
         window = (self._window, self.rounded_to) if side == "A" else ()
         return super().form(side), window
 
@@ -107,7 +107,7 @@ class ConvLayer(Layer):
             pixels = pixels.flip(2)
         if self.bias_alone:
             return pixels.new_ones(len(g), pixels.shape[2], 1), pixels.mT
-        # The copy is fast with positions last, because a channel's pixels are then contiguous.
+        # Copying is fast with positions last, because a channel's pixels are then contiguous.
         n = x.dim() - 2
         views = patches(x.contiguous(), self._window)
         views = views.permute(0, *range(n + 1, 2 * n + 2), *range(1, n + 1))
@@ -122,7 +122,7 @@ class ConvLayer(Layer):
     ) -> tuple[Tensor, Tensor]:
         """Return patches and gradients times vectors, computed as a convolution with few channels.
 
-        The dtype is the gradient's, or float32 if that is less precise.
+        The results have the dtype of `g`, but at least float32.
         """
         groups, dtype = self.shape.groups, torch.promote_types(g.dtype, torch.float32)
         vectors, module = of_inputs.shape[-1], self.module
@@ -148,7 +148,7 @@ class ConvLayer(Layer):
         return convolve(self.prepared(x, g), kernels, None, stride, zeros, dilation, groups)
 
     def arranged(self, parameter: Tensor) -> Tensor:
-        """Return the weight or bias, with outputs before inputs even if it is transposed."""
+        """Return the weight or bias, with outputs first even for a transposed convolution."""
         if not self.transposed or parameter.dim() == 1:
             return parameter
         by_group: Tensor = parameter.unflatten(0, (self.shape.groups, -1))
@@ -170,7 +170,7 @@ class ConvLayer(Layer):
 
 
 def _padding(module: nn.modules.conv._ConvNd) -> tuple[tuple[int, int], ...]:
-    """Return the padding before and after each dimension; "same" puts an odd element after."""
+    """Return the padding before and after each dimension; "same" puts an odd element at the end."""
     if module.padding == "valid":
         return ((0, 0),) * len(module.kernel_size)
     if isinstance(module.padding, str):

@@ -48,8 +48,8 @@ def input_sum(
     With groups, the result is `[groups, inputs, inputs]`, with the inputs of one group.
 
     Args:
-        rounded_to: the dtype to which pixels, and sums of their products, are rounded; sums still
-            accumulate in float32.
+        rounded_to: the dtype to which pixels, and the sums of their products, are rounded; the
+            sums are still accumulated in float32.
     """
     pixels = x if rounded_to is None else _rounded(x, rounded_to)
     total = _patch_sum(pixels, window, groups).to(torch.promote_types(x.dtype, torch.float32))
@@ -69,7 +69,7 @@ def _rounded(x: Tensor, to: torch.dtype) -> Tensor:
 
 def input_vector(x: Tensor, window: Window, bias: bool, groups: int = 1) -> Tensor:
     """Return `sum(a)` `[inputs]` over all patches; with groups, `[groups, inputs]`."""
-    # Summing over the batch commutes with taking patches: patches are a view of the sum.
+    # Summing over the batch commutes with taking patches, which are then a view of the sum.
     views = patches(_batch_sum(x), window)
     positions = views.shape[1 : x.dim() - 1].numel()
     total = _by_group(views.sum(tuple(range(x.dim() - 1))).flatten(), groups)
@@ -77,7 +77,7 @@ def input_vector(x: Tensor, window: Window, bias: bool, groups: int = 1) -> Tens
 
 
 def input_means(x: Tensor, window: Window, bias: bool, groups: int = 1) -> Tensor:
-    """Return examples' means of `a` over positions, `[batch, inputs]`.
+    """Return each example's mean of `a` over positions, `[batch, inputs]`.
 
     With groups, the result is `[batch, groups, inputs]`.
     """
@@ -107,7 +107,7 @@ def by_patches(x: Tensor, window: Window, groups: int = 1) -> Tensor:
     if views[..., 0, 0, 0].numel() < channels * kh * kw:
         rows = views.flatten(3).flatten(0, 2)
         return squares(rows.T)[None]
-    # If offsets come before channels in the patches, contiguous runs are copied.
+    # Patches with offsets before channels can be copied in contiguous runs.
     pixels = views.permute(0, 1, 2, 4, 5, 3).flatten(3).permute(0, 3, 1, 2)
     total = pixel_sum(pixels).view(kh, kw, channels, kh, kw, channels)
     return total.permute(2, 0, 1, 5, 3, 4).reshape(1, channels * kh * kw, -1)

@@ -1,7 +1,8 @@
 """Find the elements of an image that a convolution's kernel sees, position by position.
 
-Images are `[batch, channels, *size]` of 1, 2 or 3 dimensions. Moments do not depend on the order of
-positions, so an image can be flipped or split as long as the patches stay the same.
+Images have the shape `[batch, channels, *size]`, where `size` has 1, 2 or 3 dimensions. Moments do
+not depend on the order of positions, so an image can be flipped or split as long as the patches
+stay the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Index = tuple[slice | EllipsisType, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """The geometry of a convolution, by dimension of the images.
+    """The geometry of a convolution; each attribute has one element per dimension of the images.
 
     Attributes:
         padding: zeros before and after each dimension; in 2-D: ((top, bottom), (left, right)).
@@ -59,8 +60,8 @@ def patches(x: Tensor, window: Window) -> Tensor:
 def planar(x: Tensor, window: Window) -> tuple[Tensor, Window]:
     """Return a 2-D image and window with the same patches, in the same order of elements.
 
-    1-D becomes 2-D with a height of 1. 3-D becomes 2-D with more examples and channels: every
-    position in depth is an example, and the slices seen from it are channels.
+    A 1-D image becomes a 2-D image with a height of 1. A 3-D image becomes 2-D images with more
+    channels: every position in depth is an example, and the slices seen from it are its channels.
     """
     if len(window.kernel) == 2:
         return x, window
@@ -80,7 +81,7 @@ def spread(
     output_padding: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[Tensor, Window]:
-    """Return the image and window with the patches that a transposed convolution multiplies.
+    """Return an image and window with the patches that a transposed convolution multiplies.
 
     A transposed convolution spreads the pixels of its input, with zeros in between, and convolves
     the result with the flipped weight. `spread` flips the image instead: patches then have the

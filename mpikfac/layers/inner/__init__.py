@@ -1,4 +1,4 @@
-"""Cover linear layers inside a module that multiplies by several weights itself."""
+"""Cover the linear layers inside a module that uses several weights without submodules."""
 
 from mpikfac.layers.inner.attention import ProjectionLayer as ProjectionLayer
 from mpikfac.layers.inner.attention import attention_layers as attention_layers

@@ -16,7 +16,7 @@ SOURCES = ("query", "key", "value")
 
 
 class ProjectionLayer(InnerLayer):
-    """Cover a projection of queries, keys, values or (`source=""`) of the attention's result."""
+    """Cover a projection of the queries, keys or values, or (`source=""`) the output projection."""
 
     arguments = SOURCES
     module: nn.MultiheadAttention
@@ -32,7 +32,7 @@ class ProjectionLayer(InnerLayer):
 
 
 class ProjectionsLayer(Layer):
-    """Cover the projections of query, key and value with joint parameters, one group for each.
+    """Cover the query, key and value projections with joint parameters, as one group each.
 
     The groups have separate factors and numbers of positions, like three linear layers.
 

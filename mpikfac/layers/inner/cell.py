@@ -18,7 +18,7 @@ class CellLayer(InnerLayer):
     module: nn.RNNCellBase
 
     def input_of(self, arguments: Mapping[str, Any], product: Node) -> Tensor:
-        """Return the input or the hidden state, `[batch, inputs]`; initial states are zeros."""
+        """Return the input or the hidden state, `[batch, inputs]`; a missing state is zero."""
         states, x = arguments.get(self.source), arguments["input"]
         if states is None:
             states = x.new_zeros(*x.shape[:-1], self.module.hidden_size)

@@ -1,8 +1,8 @@
 """Find products with a weight in autograd's graph, and record them as linear layers.
 
-A module such as an attention multiplies by its weights itself, without submodules. In the graph of
+A module such as `MultiheadAttention` uses its weights directly, without submodules. In the graph of
 the forward pass, these products are the nodes that use the transposed weight. A hook on such a node
-receives the gradient of the product. This affects neither other layers nor the module's results.
+receives the gradient of the product. It affects neither other layers nor the module's results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PASSED_ON = (TRANSPOSED, "ToCopyBackward0", *SPLIT)  # nodes between a weight an
 class InnerLayer(Layer):
     """Cover a linear layer inside a module, with the gradient from the node of its product.
 
-    A module can multiply by a weight in one product, or by parts of its rows in several.
+    A module can multiply by the whole weight in one product, or by parts of its rows in several.
 
     Args:
         source: the module's argument that is the layer's input; "" if there is none.
@@ -53,17 +53,20 @@ class InnerLayer(Layer):
         self._watched = place_of(module, watched)
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """Return the product's inputs, and a hook on its gradient, both with examples first."""
+        """Return the product's input, and a function that registers a hook on its gradient.
+
+        The first dimension of the input and the gradient is the batch.
+        """
         result = output[0] if isinstance(output, tuple) else output
-        weight = getattr(*self._watched)  # in a pass, `fully_shard` replaces its shards
+        weight = getattr(*self._watched)  # during a pass, `fully_shard` replaces the shards
         if not (result.requires_grad and weight.requires_grad):
             return None
         products = products_with(weight, result.grad_fn, _tensors([positional, named]))
         if not products:
-            if in_transform():  # the hidden state can have a separate graph
+            if in_transform():  # the hidden state may have a separate graph
                 return None
             raise TypeError(
-                f"layer {self.name!r}: no product with the weight is in autograd's graph; train "
+                f"layer {self.name!r}: autograd's graph contains no product with the weight; train "
                 f"the module first-order with {skipping([self.path])}"
             )
         # The last product uses all remaining rows of the weight.
@@ -72,7 +75,7 @@ class InnerLayer(Layer):
         x = self.input_of(dict(zip(self.arguments, positional)) | named, products[number])
         kind = x.device.type
         autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        if autocast:  # autograd saves a copy, so x can change in place
+        if autocast:  # autograd saves a copy, so x may be overwritten
             x = x.detach().to(torch.get_autocast_dtype(kind))
 
         def listen(hook: Callable[[Tensor], None]) -> None:
@@ -91,7 +94,7 @@ class InnerLayer(Layer):
 
 
 def of_examples(rows: Tensor, batch: int) -> Tensor:
-    """Return rows `[shared * batch, n]`, contiguous by position, as `[batch, shared, n]`."""
+    """Return rows `[shared * batch, n]`, ordered by position first, as `[batch, shared, n]`."""
     shared = rows.shape[:-1].numel() // max(1, batch)
     return rows.reshape(shared, batch, rows.shape[-1]).transpose(0, 1)
 
@@ -137,7 +140,7 @@ def _part_of(weight: Tensor, node: Node, output: int) -> int | None:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested arguments of a call."""
+    """Yield the tensors in the arguments of a call, which can be nested."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, dict):

@@ -14,14 +14,14 @@ from mpikfac.plan import Aggregation
 
 
 class ByVector:
-    """Aggregate shards with a rule without state; the base class of rules with state.
+    """Aggregate shards with a stateless rule; the base class for rules with state.
 
     Attributes:
         memory: tensors that the rule keeps from step to step, by name; initially zero.
     """
 
     def __init__(self, rule: Aggregation, ranks: int, like: Tensor, first: int = 0) -> None:
-        """Start without earlier steps.
+        """Create the initial state.
 
         Args:
             like: a shard of a vector, `[n]`.

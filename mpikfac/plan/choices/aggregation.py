@@ -51,8 +51,8 @@ class Aggregation(Choice):
     def combiner(self, ranks: int, like: Any, first: int) -> Any:
         """Return an object that combines shards using inner products, and remembers earlier steps.
 
-        It is a `mpikfac.numerics.ByVector` with the same arguments; None if the rule's weights are
-        enough.
+        It is a `mpikfac.numerics.ByVector` with the same arguments. Return None if the rule needs
+        nothing but `weights`.
         """
         return None
 

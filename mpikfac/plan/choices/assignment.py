@@ -21,8 +21,8 @@ class Assignment(Choice):
             assigned: "compute" (n^3) or "memory" (n^2).
         colocate_factors: whether one rank owns both factors of a layer, A and G; otherwise, they
             can have different owners.
-        replicate_below: factors of a lower order are decomposed by every gradient worker of their
-            layer, and not sent [SPD-KFAC, Shi et al. 2021]; 0 for no factors.
+        replicate_below: the order below which factors are decomposed by every gradient worker of
+            their layer, and not sent [SPD-KFAC, Shi et al. 2021]; 0 for no factors.
         factor_reduction: where factors are averaged. "allreduce": on all ranks. "reduce_scatter":
             on the owner of each factor, which decomposes it; other ranks keep no factors. "local":
             not at all; an owner uses only its own batch, which is a different estimator [DP-KFAC,

@@ -80,9 +80,9 @@ NAMED: dict[str, Named] = {
         Strategy(MemOpt()),
     ),
     "hybrid": Named(
-        "Ranks form a grid: some workers per layer get its bases, and each sends the "
+        "Ranks form a grid: a layer's workers receive its bases, and each of them sends the "
         "preconditioned gradient to some other ranks; `grad_workers` or `grad_worker_fraction` "
-        "sets the number of workers, half of the ranks by default",
+        "sets the number of workers, by default half of the ranks",
         "KAISA, SC21",
         "2 (P-1)/P 4T + (w-1)/P 4F + (P-w)/P 4N",
         Strategy(HybridOpt()),
@@ -95,8 +95,8 @@ NAMED: dict[str, Named] = {
         Strategy(_SHARDED),
     ),
     "spd-kfac": Named(
-        "Factors are averaged during the backward pass, three layers per message, and small ones "
-        "are decomposed everywhere",
+        "Factors are averaged during the backward pass, with three layers per message, and small "
+        "ones are decomposed everywhere",
         "SPD-KFAC",
         "2 (P-1)/P 4T + (P-1)/P 4F of the large ones + 0",
         Strategy(
@@ -167,7 +167,7 @@ NAMED: dict[str, Named] = {
     ),
     "event-driven": Named(
         "COMM-OPT in which a factor is decomposed again only if its inverse is off by more than "
-        "10 %, or if its eigenvectors leave as much off the diagonal",
+        "10 %, or if its eigenvectors leave more than 10 % off the diagonal",
         "mpikfac",
         COMM_OPT_COST,
         Strategy(CommOpt(), refresh=Refresh(tolerance=0.1)),

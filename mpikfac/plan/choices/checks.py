@@ -28,7 +28,7 @@ def make_plain(choices: object) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors of a number, ascending: the possible numbers of workers."""
+    """Return all divisors of a number, which are the possible numbers of workers, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
@@ -94,7 +94,7 @@ def check_fraction(name: str, value: Any) -> None:
         ValueError: the value is something else; the message refers to it as `name`.
     """
     if type(value) not in (int, float) or not 0 <= value < 1:
-        raise ValueError(f"{name}={value!r} must be a number from 0 to below 1")
+        raise ValueError(f"{name}={value!r} must be a number in [0, 1)")
 
 
 def check_size(name: str, value: Any) -> float:

@@ -1,8 +1,9 @@
 """What choices require of each other, as a table that is checked in code and shown in the docs.
 
-Choices have dotted names: those of a `Strategy`, such as "transport.overlap", the preconditioner,
-and the settings of `KFAC`. A name can also be a property of a method, such as "sync.local_steps",
-so that no row here names a method from the lab. What a method requires is declared in its own file.
+The choices are those of a `Strategy`, with dotted names such as "transport.overlap", the
+preconditioner, and the settings of `KFAC`. A name can also be a property of a method, such as
+"sync.local_steps", so that no row here names a method from the lab. What a method requires is
+declared in its own file.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Choices:
         return value.name if isinstance(value, Choice) else value
 
     def of_method(self, name: str) -> str:
-        """Return the method that has the property `name`, such as "sync='parle'", or ""."""
+        """Return the method with the property `name`, such as "sync='parle'"; "" for a field."""
         joint, _, field = name.rpartition(".")
         if name in self._settings or not joint:
             return ""
@@ -98,7 +99,7 @@ class Combination:
             `Above`, `OneOf` or `Same`.
         why: the reason, as the end of a sentence.
         default: the value without requirements, if `values` is None.
-        any_of: it is enough if one requirement is met.
+        any_of: whether it is enough to meet one of the requirements.
     """
 
     choice: str
@@ -134,7 +135,7 @@ def check(table: Iterable[Combination], choices: Choices, of: str = "") -> None:
         of: the layer that the choices belong to, such as " of layer 'conv1'".
 
     Raises:
-        ValueError: a requirement is not met; the message states all of them, the values and the
+        ValueError: requirements are not met; the message states all of them, the values and the
             reason.
     """
     for row in table:

@@ -29,7 +29,7 @@ class Grafting(Choice):
         by_adam: whether Adam's steps set the lengths; uncovered parameters then take Adam's step
             itself.
         in_eigenbases: whether Adam's steps are taken in eigenbases.
-        prescribes: whether the length differs from that of the damped direction.
+        prescribes: whether the grafting replaces the length of the damped direction.
         needs_batch: whether `set_batch(inputs, loss)` must be called before each step, with an
             optimizer that subtracts the gradients unchanged.
     """
@@ -41,12 +41,12 @@ class Grafting(Choice):
 
     @property
     def orthogonalize(self) -> bool:
-        """Whether all singular values of a direction are first made about equal."""
+        """Whether all singular values of a direction are first made approximately equal."""
         return False
 
     @property
     def normalize_rows(self) -> bool:
-        """Whether the rows of a direction are first scaled to about equal lengths."""
+        """Whether the rows of a direction are first scaled to approximately equal lengths."""
         return False
 
     @property
@@ -58,7 +58,7 @@ class Grafting(Choice):
         """Return the grafting with the given momentum of the gradients.
 
         Raises:
-            ValueError: the grafting has no momentum, or the value is out of bounds.
+            ValueError: the grafting does not support momentum, or the value is out of bounds.
         """
         if "momentum" in self.__dataclass_fields__:
             return replace(self, momentum=momentum)  # type: ignore[call-arg]
@@ -80,7 +80,7 @@ class Grafting(Choice):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NoGrafting(Grafting):
-    """Keep the length that preconditioning gives."""
+    """Keep the length of the preconditioned gradient."""
 
     name: ClassVar[str] = "none"
     prescribes: ClassVar[bool] = False
@@ -95,15 +95,15 @@ class SGDGrafting(Grafting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AdamGrafting(Grafting):
-    """Use the length of Adam's step without momentum, so that Adam's learning rates are suitable.
+    """Use the length of Adam's step without momentum, so Adam's learning rates are suitable.
 
     Uncovered parameters take Adam's step itself.
 
     Attributes:
-        orthogonalize: first make all singular values of a direction about equal, as Muon does with
-            the gradient [Muon].
-        normalize_rows: then make the lengths of the direction's rows about equal, using an average
-            over steps [NorMuon].
+        orthogonalize: whether to first make all singular values of a direction approximately equal,
+            as Muon does with the gradient [Muon].
+        normalize_rows: whether to then make the lengths of the direction's rows approximately
+            equal, using an average over steps [NorMuon].
         momentum: Nesterov momentum of the gradients, before they are preconditioned. It replaces
             the optimizer's momentum, which must be 0. A number, a schedule, or 0 for none. Lengths
             do not depend on it.
@@ -161,9 +161,9 @@ class Clip(Choice):
     shorten steps.
 
     Attributes:
-        of_step: whether the bound is on the step, which includes the learning rate, and not on the
-            direction.
-        of_norm: whether the norm is the Euclidean norm and not the Fisher norm.
+        of_step: whether the bound is on the step, which includes the learning rate, rather than on
+            the direction.
+        of_norm: whether the norm is the Euclidean norm rather than the Fisher norm.
         squared: whether the bound is on the square of the norm.
     """
 
@@ -173,7 +173,7 @@ class Clip(Choice):
 
     @property
     def bound(self) -> Number:
-        """The bound, or a schedule of it."""
+        """The bound: a number or a schedule."""
         raise NotImplementedError
 
 
@@ -197,7 +197,7 @@ class KLClip(Clip):
 
     @property
     def bound(self) -> Number:
-        """The bound, or a schedule of it."""
+        """The bound: a number or a schedule."""
         return self.kl_clip
 
 
@@ -217,7 +217,7 @@ class _OfDirection(Clip):
 
     @property
     def bound(self) -> Number:
-        """The bound, or a schedule of it."""
+        """The bound: a number or a schedule."""
         return self.max_norm
 
 

@@ -17,7 +17,7 @@ class Refresh(Choice):
     """When the owners of factors decompose them.
 
     Attributes:
-        staleness: the number of steps from the factors to the use of their decomposition, or fewer
+        staleness: the number of steps after which the decomposition of a factor is used, or fewer
             if the next refresh begins earlier. The decomposition runs in the background. Results do
             not depend on timing, because a decomposition that is ready early is not used early. 0:
             steps wait for the decomposition.
@@ -26,7 +26,7 @@ class Refresh(Choice):
         tolerance: the relative error up to which a refresh keeps the last decomposition of a
             factor. The error of eigenvectors is the off-diagonal norm, and that of inverses is the
             error of typical directions. Eigenvalues are always updated, and with
-            `Eigen(iterations=1)` eigenvectors are as well. The owner decides; messages do not
+            `Eigen(iterations=1)`, so are eigenvectors. The owner decides; messages do not
             change. 0: every factor is decomposed.
     """
 

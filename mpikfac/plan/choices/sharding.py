@@ -1,4 +1,4 @@
-"""Parameters of which each rank holds a shard, as `fully_shard` of torch distributes them."""
+"""Parameters of which each rank holds a shard, as distributed by torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Sharding:
     """The trained parameters of a sharded model; none if every rank holds whole parameters.
 
     Attributes:
-        shards: the number of shards of each parameter. With several replicas of the shards, each
-            one is held by this many consecutive ranks.
+        shards: the number of shards of each parameter. If there are several replicas of the shards,
+            each replica is held by this many consecutive ranks.
     """
 
     parameters: tuple[ShardedParameter, ...] = ()
@@ -49,7 +49,7 @@ class Sharding:
     def of(
         parameters: Iterable[tuple[str, tuple[int, ...]]], ranks: int, replicas: int = 1
     ) -> Sharding:
-        """Return the shards that `fully_shard` makes of parameters.
+        """Return the shards that `fully_shard` creates from parameters.
 
         Args:
             parameters: the block and the shape of every trained parameter, in the model's order.
@@ -62,7 +62,7 @@ class Sharding:
         shards, planned = ranks // replicas, list[ShardedParameter]()
         for block, shape in parameters:
             if not shape:
-                raise ValueError(f"{block} is a number, and fully_shard needs rows: use shape (1,)")
+                raise ValueError(f"{block} is a scalar, but fully_shard needs rows: use shape (1,)")
             planned.append(ShardedParameter(block, shard_sizes(shape, shards) * replicas))
         return Sharding(tuple(planned), shards)
 
@@ -70,7 +70,7 @@ class Sharding:
         return bool(self.parameters)
 
     def sends(self, rank: int, owner: int) -> bool:
-        """Return whether a rank sends gradients to an owner, as the ranks of its replica do."""
+        """Return whether a rank sends gradients to an owner, which must be in the same replica."""
         return rank // self.shards == owner // self.shards
 
     def owned_by(self, owners: Mapping[str, int]) -> Sharding:
@@ -80,14 +80,14 @@ class Sharding:
 
     @cached_property
     def gathered(self) -> list[list[int]]:
-        """How many numbers every rank sends to every owner: its shards, and one per shard."""
+        """How many values each rank sends to each owner: its elements, and one more per shard."""
         by_owner = list(zip(*self.scattered))
         ranks = range(len(by_owner))
         return [[by_owner[r][owner] * self.sends(r, owner) for owner in ranks] for r in ranks]
 
     @cached_property
     def scattered(self) -> list[list[int]]:
-        """How many numbers every owner sends to every rank: shards, and one per shard."""
+        """How many values each owner sends to each rank: its elements, and one more per shard."""
         ranks = range(len(self.parameters[0].elements))
         of_owner = [[p for p in self.parameters if p.owner == owner] for owner in ranks]
         return [[sum(p.elements[rank] + 1 for p in own) for rank in ranks] for own in of_owner]
@@ -104,19 +104,19 @@ SHARDED: tuple[Combination, ...] = (
         "fully_shard",
         (True,),
         {"transport.overlap": False, "transport.ranks_per_node": None, "refresh.servers": 0},
-        "shards are sent to owners by one message after the backward pass",
+        "shards are sent to owners in a single message after the backward pass",
     ),
     Combination(
         "fully_shard",
         (True,),
         {"compression.gradients": None},
-        "fully_shard has averaged the gradients",
+        "fully_shard has already averaged the gradients",
     ),
     Combination(
         "fully_shard",
         (True,),
         {"tp_size": 1},
-        "split layers have whole slices of weights on their ranks",
+        "each rank of a group holds a whole slice of a split layer's weights",
     ),
     Combination(
         "fully_shard",
@@ -125,4 +125,4 @@ SHARDED: tuple[Combination, ...] = (
         "fully_shard reduces the gradients of one backward pass, that of the loss",
     ),
 )
-"""What a sharded model requires of the choices; `shard_optimizer` has requirements of its own."""
+"""What a sharded model requires of other choices, in addition to what `shard_optimizer` needs."""

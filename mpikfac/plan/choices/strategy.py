@@ -21,7 +21,7 @@ class Strategy:
         Strategy(CommOpt(), refresh=Refresh(staleness=1), transport=Transport(overlap=True))
 
     `assignment`, `sync`, `refresh` and the fields of `compression` are extensible: each type is a
-    published method, `mpikfac.lab` has more of them, and you can derive your own.
+    published method, `mpikfac.lab` contains more of them, and you can derive your own.
 
     Attributes:
         assignment: which ranks decompose factors, precondition gradients and update weights.
@@ -78,7 +78,7 @@ class Strategy:
         """Check that the number of ranks is compatible with the columns, nodes and virtual ranks.
 
         Raises:
-            ValueError: it is not compatible with one of them.
+            ValueError: the number is incompatible with one of them.
         """
         self.assignment.workers(ranks)
         self.sync.check_ranks(ranks)

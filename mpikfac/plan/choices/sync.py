@@ -18,8 +18,8 @@ class Synchronization(Choice):
     """What ranks exchange to train one model, and when.
 
     Attributes:
-        local_steps: whether ranks step independently between two exchanges, so that their copies of
-            the model, the replicas, differ.
+        local_steps: whether ranks step independently between two exchanges, so their copies of the
+            model, the replicas, differ.
         waits_for_all: whether a step waits for all ranks.
     """
 
@@ -57,10 +57,10 @@ class Synchronization(Choice):
         return 0
 
     def check_aggregations(self) -> None:
-        """Check that each rule can aggregate what it is used for.
+        """Check that each rule can aggregate the values for which it is used.
 
         Raises:
-            ValueError: a rule cannot aggregate it.
+            ValueError: a rule cannot aggregate them.
         """
         given = {"aggregation": "vectors", "factor_aggregation": "factors"}
         for name, what in given.items():
@@ -84,7 +84,7 @@ class Synchronization(Choice):
         return 1.0
 
     def messages(self, rank: RankPlan) -> list[Message]:
-        """Return the messages that the method adds to the end of a step with an exchange."""
+        """Return the messages that the method adds at the end of a step with an exchange."""
         return []
 
     def elements(self, rank: RankPlan) -> int:
@@ -101,7 +101,7 @@ class Synchronization(Choice):
         return None
 
     def described(self) -> dict[str, str]:
-        """Return the method's values on the axes of `axes`; axes left out have their defaults."""
+        """Return the method's values on the axes in `axes`; other axes keep their defaults."""
         return {}
 
 

@@ -26,7 +26,7 @@ class TensorParallelPlan:
     Attributes:
         tp_size: the number of ranks in a group.
         layers: which channels of a split layer are divided among the ranks of a group, by the
-            layer's name. Layers without an entry are data parallel.
+            layer's name. Layers without an entry are data-parallel.
         strided: whether the ranks of a group are `P / tp_size` ranks apart; if not, they are
             neighbours.
     """
@@ -124,7 +124,7 @@ class Split:
 
 
 def span(count: int, member: int, tp_size: int) -> tuple[int, int]:
-    """Return the start and stop of those of `count` channels that a group's member has."""
+    """Return the start and stop of a group member's slice of `count` channels."""
     return count * member // tp_size, count * (member + 1) // tp_size
 
 
@@ -152,7 +152,7 @@ SPLIT: tuple[Combination, ...] = (
         "tp_size",
         None,
         {"compression.gradients.clip_norm": None},
-        "a rank has only a slice of the gradient, and the norm of all of it is needed",
+        "a rank has only a slice of the gradient, but the norm of the whole gradient is needed",
         default=1,
     ),
     Combination(

@@ -29,13 +29,13 @@ class Transport:
         owner_sums: who computes sums for owners: MPI ("reduce"), or the owners themselves, in rank
             order ("alltoall").
         balanced_shards: whether reductions to owners and gathers from owners pass through equal
-            shards on all ranks, which every MPI library handles fast. None: only if messages are
+            shards on all ranks, which is fast with every MPI library. None: only if messages are
             large and the largest owner has more than twice the mean number of elements.
         ranks_per_node: the number of consecutive ranks on a node: messages then have two levels,
-        within nodes and between nodes. None: messages have one level.
+            within nodes and between nodes. None: messages have one level.
         virtual_ranks: the number of parts into which a batch is divided. Gradients and statistics
-            of the parts are added in order, so every number of ranks that divides it gives
-            bitwise equal results [VirtualFlow, Or et al. 2022]. None: MPI adds them in any order.
+            of the parts are added in order, so results are bitwise equal for all numbers of ranks
+            that divide it [VirtualFlow, Or et al. 2022]. None: MPI adds them in any order.
     """
 
     reduce_factors_at: Literal["factors", "inverses"] = "factors"

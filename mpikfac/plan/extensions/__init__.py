@@ -1,6 +1,6 @@
-"""What choices other than the defaults add to a rank's plan: messages, layouts, memory.
+"""What choices other than the defaults add to a rank's plan: messages, layouts and memory.
 
-The modules of the default plan import no extension; `Plan` uses this table.
+The modules of the default plan do not import extensions; `Plan` calls the functions of this module.
 """
 
 from __future__ import annotations

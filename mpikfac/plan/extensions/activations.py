@@ -1,4 +1,4 @@
-"""The messages of split layers, and their sizes compared with those of data parallel layers.
+"""The messages of split layers, and their sizes compared with those of data-parallel layers.
 
 Between modules, activations have one of two forms. "examples": a rank has its own examples, with
 all channels. "channels": a rank has all examples of the group, with a slice of the channels.
@@ -18,7 +18,7 @@ from mpikfac.plan.messages import Message, message
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The calls of a layer in a step on a rank, with the sizes of a batch.
+    """The calls of a layer in a step on a rank, with their sizes.
 
     Attributes:
         weight: the shape of the weight: outputs, inputs, and the kernel of a convolution.
@@ -53,10 +53,11 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class Place:
-    """The role of a layer among the ranks.
+    """The role of a layer in tensor parallelism.
 
     Attributes:
-        axis: the channels that the ranks of a group divide; None for a data parallel layer.
+        axis: the channels that are divided among the ranks of a group; None for a data-parallel
+            layer.
         takes: whether the layer receives slices of channels from the previous split layer.
         gives: whether the layer passes slices of channels to the next split layer.
     """
@@ -150,7 +151,7 @@ def tensor_parallel_table(
 ) -> str:
     """Return a table of how ranks divide each layer's data and weights, and what it sends per step.
 
-    The last column contains the bytes that a data parallel layer would send.
+    The last column shows what a data-parallel layer would send.
     """
     at = places(calls, tp_plan.layers)
     groups = "without split layers"

@@ -14,7 +14,7 @@ def request(rank: RankPlan, turn: int | None = None) -> Layout:
 
 
 def reply(rank: RankPlan, turn: int | None = None) -> Layout:
-    """Return the layout of the reply to a `request`: decompositions, NaN where one failed."""
+    """Return the layout of the reply to a `request`: decompositions, with NaN for failed ones."""
     return layouts.of_blocks([rank.decomposed(turn)])
 
 

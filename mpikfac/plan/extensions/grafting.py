@@ -15,8 +15,8 @@ def memory_of_grafting(rank: RankPlan, grafting: Grafting) -> dict[str, int]:
     """Return the bytes that a rank keeps for the lengths of directions, by kind.
 
     Uncovered parameters that the rank updates count as layers. Normalised rows need one value per
-    row of a matrix, and Adam's steps in eigenbases need the gradients in these bases. Momentum
-    needs the momenta, and the means from which the next directions are computed.
+    row of a matrix, and Adam's steps in eigenbases need the gradients in these bases. With
+    momentum, the momenta are kept, and the means from which the next directions are computed.
     """
     if not grafting.by_adam or not rank.layers:
         return {"lengths": 0, "momenta": 0}

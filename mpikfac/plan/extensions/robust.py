@@ -46,7 +46,7 @@ def combine(rank: RankPlan, stage: str, layout: Layout) -> list[Message]:
 
 
 def dealt(rank: RankPlan) -> list[Message]:
-    """Return the messages that distribute vectors for a rule; stages do not share memory."""
+    """Return the messages that distribute vectors for a rule; each stage needs its own memory."""
     sync = rank.strategy.sync
     gradients = reduce_gradients(rank) if sync.averages_gradients else []
     vectors = [m for m in gradients + sync.messages(rank) if m.rule]

@@ -1,4 +1,4 @@
-"""The scales of EKFAC: eigenvalues estimated from gradients of examples."""
+"""The scales of EKFAC: eigenvalues estimated from per-example gradients."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from mpikfac.plan.of_rank import RankPlan, Stage
 
 
 def replaced(rank: RankPlan) -> dict[str, Stage]:
-    """Return the stages of a sharded model, of which no rank holds the whole."""
+    """Return the stages that are different for a sharded model, which no rank holds completely."""
     if not rank.sharding:
         return {}
     return {names.REDUCE_GRADIENTS: reduce_means, names.PUBLISH_WEIGHTS: publish_nothing}
@@ -24,7 +24,7 @@ def reduce_means(rank: RankPlan, _turn: int | None = None) -> list[Message]:
 
 
 def publish_nothing(_rank: RankPlan, _turn: int | None = None) -> list[Message]:
-    """Return no messages: the next forward pass gathers the weights that ranks have stepped."""
+    """Return no messages, because the next forward pass gathers the updated weights."""
     return []
 
 

@@ -1,10 +1,10 @@
 """Messages in two levels: within nodes, and between nodes.
 
-The ranks of a node sum what leaves the node before it is sent, and distribute what arrives.
-The members of a team are numbered node by node, with the same number on every node. The members on
-a node form a team, and so do the members at the same position on their nodes. A collective of the
+The ranks of a node sum values before they leave the node, and distribute values that arrive. The
+members of a team are numbered node by node, with equally many on each node. The members on a node
+form a team, and so do the members at the same position on their nodes. A collective of the
 whole team becomes a few collectives of these smaller teams, so the plan, not MPI, determines what
-crosses the network. Encoded messages are encoded only between nodes.
+crosses the network. Values are encoded only between nodes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Seat:
 def seat(team: Sequence[int], rank: int, ranks_per_node: int) -> Seat | None:
     """Return the seat of `rank`, with rank r on node `r // ranks_per_node`.
 
-    None if two levels are useless: the team is on one node, has one member per node, or is spread
-    unevenly.
+    Return None if two levels would not help: the team is on one node, has one member per node, or
+    is spread unevenly.
     """
     members = Counter(member // ranks_per_node for member in team)
     places = members[rank // ranks_per_node]

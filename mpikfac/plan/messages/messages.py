@@ -23,8 +23,8 @@ class Message:
 
     Attributes:
         stage: the stage of `KFAC.step` that sends the message.
-        primitive: the MPI collective, or several in order; or Send or Recv; or "Isend, Irecv", from
-            parts to other parts of the same elements.
+        primitive: the MPI collective, or several in order; Send or Recv; or "Isend, Irecv", which
+            divides the same elements among the members in another way.
         over: "world", "column" or "row", or one level of these; or "curvature", the
             intercommunicator to curvature servers.
         spans: starts and stops of elements in the stage's arena. For Reduce_scatter,
@@ -116,7 +116,7 @@ def combinations(
 
 
 def in_order(stage: str, layout: Layout, ranks: int, itemsize: int) -> list[Message]:
-    """Return messages that sum an arena in rank order; any number of ranks gives the same bits."""
+    """Return messages that sum an arena in rank order: bitwise equal for any number of ranks."""
     if ranks == 1 or layout.size == 0:
         return []
     return [message(stage, "Send, Bcast", "world", [(0, layout.size)], ranks, itemsize)]
@@ -152,7 +152,7 @@ def gathers(
 def rows(
     stage: str, counts: Sequence[Sequence[int]], size: int, member: int, over: str = "world"
 ) -> list[Message]:
-    """Return the message in which members exchange rows, on rank `member`.
+    """Return the message of rank `member` in an exchange of rows between members.
 
     Args:
         counts: the number of rows from every member to every member.
@@ -189,7 +189,7 @@ def message(
     root: int = -1,
     codec: Codec | None = None,
 ) -> Message:
-    """Return the message sent by a member of `members`, with its sizes."""
+    """Return the message of one of `members` members, with its sizes."""
     parts = list(spans)
     codec = codec.within(spans[0][0], spans[-1][1]) if codec else None
     if primitive == IN_SHARDS:

@@ -1,10 +1,10 @@
-"""Reductions to owners and gathers from owners that pass through equal shards of all members.
+"""Reductions to owners and gathers from owners that pass through equal shards on all members.
 
 The cost of a collective with unequal parts depends on MPI's algorithm: in a ring of many ranks,
-every round takes as long as the largest part. A reduction to owners is therefore a reduction to
-equal shards, whose members pass the values on to the owners; a gather begins with owners that pass
-values to equal shards. In two levels, shards are ordered by position, so each level needs a single
-collective.
+every round takes as long as the largest part. A reduction to owners therefore first reduces values
+to equal shards on all members, which then pass them on to the owners. In a gather, the owners first
+pass their values on to equal shards. In two levels, shards are ordered by position, so each level
+needs a single collective.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def in_shards(
 
 
 def _divided(whole: Message) -> bool:
-    """Return whether a message is a reduction or gather of neighbouring parts, not encoded."""
+    """Return whether a message is an unencoded reduction or gather of neighbouring parts."""
     first, last = whole.spans[0][0], whole.spans[-1][1]
     return (
         whole.primitive in ("Reduce_scatter", "Allgatherv")
@@ -119,7 +119,8 @@ def passed(
 ) -> tuple[Passed, ...]:
     """Return what members send to each other when `spans` become `to`, in the order of elements.
 
-    Both list the parts of all members and cover the same elements; elements that stay are left out.
+    Both list the parts of all members and cover the same elements. Elements that stay on the same
+    member are left out.
     """
     sources, targets = _in_order(spans), _in_order(to)
     moves: list[Passed] = []

@@ -1,4 +1,4 @@
-"""KL-Shampoo: Shampoo whose factors are whitened by each other."""
+"""KL-Shampoo: Shampoo in which each factor is whitened by the other."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class KLShampoo(Roots):
     """Use inverse square roots of running means of `G R^-1 G' / inputs` and `G' L^-1 G / outputs`.
 
     `R kron L` is then the best approximation of the gradient's second moment in terms of the
-    Kullback-Leibler divergence [Lin et al. 2025]. Inverses are the squares of the damped roots in
-    use; before the first decomposition they are the identity.
+    Kullback-Leibler divergence [Lin et al. 2025]. The inverses are the squares of the damped roots
+    in use; before the first decomposition, they are the identity.
 
     Attributes:
-        dtype: roots are kept, sent and multiplied in this dtype; None for the model's.
+        dtype: the dtype in which roots are kept, sent and multiplied; None for the model's.
     """
 
     name: ClassVar[str] = "kl-shampoo"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def form_of(name: str, grafting: str) -> Form:
-    """Return a description of a preconditioner without factors for the plan."""
+    """Return the plan's description of a preconditioner without factors."""
     needs = (
         *needs_of(name, {grafting: True}),
         Combination(

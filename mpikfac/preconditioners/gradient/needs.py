@@ -1,4 +1,4 @@
-"""What preconditioners whose factors come from the averaged gradient require."""
+"""The requirements of preconditioners whose factors come from the averaged gradient."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def needs_of(name: str, grafting: Mapping[str, object]) -> tuple[Combination, ..
             "preconditioner",
             one,
             {"assignment.colocate_factors": True, "assignment.shard_optimizer": False},
-            "owners compute both factors, from the averaged gradient",
+            "owners compute both factors from the averaged gradient",
             any_of=True,
         ),
         Combination(

@@ -20,8 +20,8 @@ def damped_squares(rotated: Tensor, held: Held) -> Tensor:
 
     Eigenvectors with small eigenvalues are an arbitrary basis of their subspace, so the squares
     along them are replaced by their mean, which makes steps independent of the basis. The square of
-    the damping, relative to the mean square of the matrix, is added, so that rounding errors do
-    not cause steps.
+    the damping, in units of the matrix's mean square, is added so that rounding errors do not cause
+    steps.
     """
     squares = rotated.square()
     squares = _shared(squares, held.a["small"])

@@ -39,7 +39,7 @@ class Roots(Moments):
     """The base class of preconditioners that use inverse roots of damped factors.
 
     Attributes:
-        exponent: p of the roots `(L + e I)^-p` and `(R + e I)^-p`.
+        exponent: the p in the roots `(L + e I)^-p` and `(R + e I)^-p`.
     """
 
     exponent: float
@@ -58,7 +58,7 @@ class Roots(Moments):
 
 
 def form_of(name: str) -> Form:
-    """Return a description of a preconditioner with roots for the plan."""
+    """Return the plan's description of a preconditioner with roots."""
     needs = needs_of(
         name, {"grafting": OneOf(("none", "sgd", "adam")), "grafting.orthogonalize": False}
     )
@@ -69,13 +69,13 @@ def form_of(name: str) -> Form:
 class Shampoo(Roots):
     """Use inverse roots of running means of `G G'` and `G' G`.
 
-    G is the averaged gradient `[outputs, inputs]`; R replaces A, and L replaces G of K-FAC [Gupta
-    et al. 2018; Anil et al. 2020].
+    G is the averaged gradient `[outputs, inputs]`; R replaces K-FAC's A, and L replaces K-FAC's G
+    [Gupta et al. 2018; Anil et al. 2020].
 
     Attributes:
         exponent: the exponent of each factor: 1/4 as published, or 1/2 [Morwani et al. 2024]. A
             layer with one factor, such as a scale, uses the same exponent.
-        dtype: roots are kept, sent and multiplied in this dtype; None for the model's.
+        dtype: the dtype in which roots are kept, sent and multiplied; None for the model's.
 
     Raises:
         ValueError: the exponent is not positive.

@@ -21,7 +21,7 @@ NEEDS = (
         "preconditioner",
         ("soap",),
         {"relative": True},
-        "the damping is relative to the mean eigenvalue, and to the root of the mean square",
+        "the damping is relative to the mean eigenvalue, and to the root mean square",
     ),
     Combination(
         "grafting",
@@ -40,7 +40,7 @@ class SOAP(Moments):
     see `damped_squares`.
 
     Attributes:
-        dtype: eigenbases are kept, sent and multiplied in this dtype; None for the model's.
+        dtype: the dtype in which eigenbases are kept, sent and multiplied; None for the model's.
     """
 
     name: ClassVar[str] = "soap"
@@ -62,7 +62,7 @@ class SOAP(Moments):
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
-        """Return all eigenvectors, each with 1 for an eigenvalue up to the damping, otherwise 0."""
+        """Return all eigenvectors, and 1 for each eigenvalue up to the damping, otherwise 0."""
         values, vectors = numerics.eigenbasis(factor)
         bounds = numerics.damp(factor.new_zeros(factor.shape), damping).diagonal(dim1=-2, dim2=-1)
         return {"vectors": vectors, "small": (values <= bounds).to(values.dtype)}
