@@ -1,4 +1,4 @@
-"""List the methods that `Strategy` and `KFAC` accept, and what each choice needs, for the site."""
+"""List, for the site, the methods that `Strategy` and `KFAC` accept and what each choice needs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ transport.fusion=None, not 2: the parts are exchanged in one message`.
 
 ## Methods and their fields
 
-Each type accepts only the fields that this table lists for it, and checks their ranges.
+Each type accepts only the fields listed for it in this table, and checks their ranges.
 
 | field of `Strategy`, or argument of `KFAC` | type | name | fields and defaults |
 |---|---|---|---|
@@ -54,10 +54,10 @@ Each type accepts only the fields that this table lists for it, and checks their
 NEEDED = """
 ## Needs
 
-The code enforces this table. A dotted name can also be a property of a method: for example,
-`sync.local_steps` is True for all methods in which ranks step independently. `handed_on=True`
-means that there are two split layers in a row. An error message ends in `of layer 'NAME'` if a rule
-chose the preconditioner or the rank for this layer.
+The code enforces the requirements in this table. A dotted name can also be a property of a method:
+for example, `sync.local_steps` is True for all methods in which ranks step independently.
+`handed_on=True` means that there are two split layers in a row. An error message ends in
+`of layer 'NAME'` if a rule chose the preconditioner or the rank for this layer.
 
 | choice | needs | because |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Show the names that an `__init__.py` re-exports in the API reference."""
+"""Include the names that an `__init__.py` re-exports in the API reference."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import griffe
 
 
 class Doors(griffe.Extension):
-    """Make names public that are imported as themselves, as in `from .grid import Grid as Grid`."""
+    """Mark re-exported names as public, as in `from .grid import Grid as Grid`."""
 
     def on_alias_instance(
         self, *, node: ast.AST | griffe.ObjectNode, alias: griffe.Alias, **kwargs: Any
     ) -> None:
-        """Mark the name as public if it is imported `as` itself."""
+        """Mark a name as public if it is imported under its own name with `as`."""
         if isinstance(node, ast.ImportFrom):
             alias.public = any(name.name == name.asname == alias.name for name in node.names)

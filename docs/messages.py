@@ -32,7 +32,7 @@ NEED = re.compile(
 HEADING = """# Messages
 
 This page lists all errors and warnings of the library, the programs and the job scripts by package.
-`…` stands for text that varies. Messages without a link already say what is needed or what to do.
+`…` stands for text that varies. Messages without a link already state what is needed or what to do.
 """
 
 

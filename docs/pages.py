@@ -1,9 +1,9 @@
-"""Choose the site's pages, and generate those of the API reference.
+"""Choose the site's pages, and generate the pages of the API reference.
 
 A page has the same path as its file in the repository, so links work in both places. The README is
 the landing page. The reference has a page for the exported names of `mpikfac`, a page for each
-package in `mpikfac`, and lists of messages and combinations. The search ranks the guide above the
-reference.
+package in `mpikfac`, and lists of messages and combinations. Search results from the guide rank
+above those from the reference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the page that places all named strategies on the axes of two surveys. No MPI.
+"""Write the page that places all named strategies on the axes of two surveys, without MPI.
 
     python docs/taxonomy.py > docs/extensions/taxonomy.md
 

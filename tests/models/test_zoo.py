@@ -76,13 +76,13 @@ def test_training_on_two_ranks(name):
 
 HEADING = """# Third-party models
 
-This table shows which layers of networks from timm and transformers K-FAC covers. The networks are
+This table shows which layers K-FAC covers in networks from timm and transformers. The networks are
 small and have random weights. Each one is tested with `mpikfac check` and four steps on two ranks.
-`PYTHONPATH=tests python tests/models/test_zoo.py` writes the page. Install the packages with
+`PYTHONPATH=tests python tests/models/test_zoo.py` writes this page. Install the packages with
 `pip install ".[models]"` and `pip install --no-deps timm`.
 
 - **covered**: the covered fraction of all trained parameters, and the classes of covered modules.
-- **not covered**: the classes that only the optimizer trains.
+- **not covered**: the classes whose parameters are trained only by the optimizer.
 - **to skip**: the modules that K-FAC rejects unless they are listed in `skip`. "positions" marks
   embeddings whose input has one row for all examples or one per position; unless they are skipped,
   their curvature is wrong, and a warning is logged. Modules in brackets have no statistics, because
