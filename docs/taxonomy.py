@@ -35,7 +35,7 @@ This table uses the axes of [[Langer et al. 2020](../reference/references.md)]:
   each step, as in model parallelism. [Split layers](split_layers.md) divide individual layers, and
   can be combined with most strategies.
 - *Centralised*: all ranks train one model, wherever it is stored. *Decentralised*: each rank, or
-  each node, steps its own replica between exchanges.
+  each node, updates its own replica between exchanges.
 - *Synchronous*: ranks wait for each other at an exchange. *Asynchronous*: no rank waits for
   another.
 - *Exchange*: the collectives that send gradients or weights, but not those that send curvature.
