@@ -109,7 +109,7 @@ def settle(comm: mpikfac.comm.Comm, options: Options) -> RankPlace:
 def assist(
     comm: mpikfac.comm.Comm, team: mpikfac.comm.SplitComm, options: Options, device: torch.device
 ) -> None:
-    """Decompose factors, or store the weights, until the ranks that train end the training.
+    """Decompose factors, or store the weights, until the ranks that train have finished.
 
     The ranks that train run the watchdog and handle signals, because a server can be idle for a
     long time.

@@ -17,7 +17,7 @@ class Augmentation:
 
     Attributes:
         shift: the maximum number of pixels by which an image is shifted in each direction.
-        alternating: each image is mirrored in every second epoch, instead of at random.
+        alternating: whether each image is mirrored in every second epoch, instead of at random.
     """
 
     shift: int = 4

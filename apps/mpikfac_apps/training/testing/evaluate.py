@@ -61,7 +61,7 @@ def tested(
     device: torch.device,
     watchdog: Watchdog,
 ) -> str:
-    """Return a line with the results of the test, to which the run's time limits apply.
+    """Return a line with the test results; the run's watchdog timeout applies to the test.
 
     Collective over: comm.
 
@@ -86,7 +86,7 @@ def tested(
         tensors = export.weights(checkpoint) if file is None else weights.read(file, model)
         if left := weights.load(model, tensors):
             raise ValueError(
-                f"a test needs all tensors, but {', '.join(left)} are missing or have another "
+                f"a test needs all tensors, but {', '.join(left)} are missing or have the wrong "
                 f"shape; the data has {problem.classes} classes"
             )
         average = average_of(options, model, checkpoint) if file is None else None
@@ -125,7 +125,7 @@ def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Opt
 def average_of(
     options: Options, model: nn.Module, checkpoint: mpikfac.checkpoint.Checkpoint
 ) -> Average | None:
-    """Return a checkpoint's averages of weights, or None if the run did not test averages."""
+    """Return a checkpoint's averaged weights, or None if the run did not average them."""
     if not options.ema_decay or AVERAGED not in checkpoint:
         return None
     average = Average(model, options.ema_decay)
