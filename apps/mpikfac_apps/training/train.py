@@ -136,13 +136,14 @@ def run_training(
     place: RankPlace,
     watchdog: Watchdog,
 ) -> tuple[int | None, mpikfac.comm.Comm, Options]:
-    """Train once; the exit code is None if ranks were lost.
+    """Train until the run ends, or until ranks are lost.
 
     Args:
         world: all ranks, of all groups.
 
     Returns:
-        The exit code, the remaining ranks, and the options for their new start.
+        The exit code (None if ranks were lost), the remaining ranks, and the options with which
+        they start again.
 
     Collective over: the team, and all curvature servers.
     """

@@ -11,11 +11,11 @@ from mpikfac.plan import Combination, Refresh, check_count
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CurvatureServers(Refresh):
-    """Send factors to ranks that do not train, which decompose them and return the bases.
+    """Send factors to ranks that do not train but decompose factors and return the bases.
 
     Attributes:
         staleness, stagger, tolerance: see `Refresh`; the staleness must be at least 1, and the
-            tolerance 0.
+            tolerance must be 0.
         servers: the number of ranks that decompose factors and do not train.
     """
 
@@ -44,6 +44,6 @@ class CurvatureServers(Refresh):
         check_count("staleness", self.staleness, 1)
         if self.tolerance:
             raise ValueError(
-                f"tolerance={self.tolerance} must be 0 with curvature servers, which keep no "
+                f"tolerance={self.tolerance} must be 0 with curvature servers, which do not keep "
                 f"previous decompositions"
             )
