@@ -211,7 +211,7 @@ def test_mixed_derivatives_by_polarisation():
         (lambda x: x[2], "points before `jet`"),
         (lambda x: x[..., 0, 0], "points before `jet`"),
         (lambda x: x.sum(), r"dim=0 of a jet must be in \[1, 2\)"),
-        (lambda x: torch.cat([x, x]), "points stay apart"),
+        (lambda x: torch.cat([x, x]), "points stay separate"),
         (lambda x: torch.stack([x, x], 3), "dim=3 of a jet"),
         (lambda x: x @ x, "by a matrix only"),
         (lambda x: F.linear(x[:, 0], MATRIX.double()), "needs a jet"),
@@ -230,7 +230,7 @@ def test_mixed_derivatives_by_polarisation():
         (lambda x: torch.tanh(input=x), "'tanh' does not take these arguments"),
         (lambda x: torch.pow(2, x), "'pow' does not take these arguments; pass the jet first"),
         (lambda x: 2**x, "'pow' does not take these arguments"),
-        (nn.Dropout(), "dropout in training; call eval"),
+        (nn.Dropout(), "dropout in training mode; call eval"),
         (nn.BatchNorm1d(3).eval(), "no rule for torch's 'batch_norm'"),
     ],
 )
@@ -252,7 +252,7 @@ def test_a_jet_is_not_changed_in_place(change):
 def test_jets_and_tensors_of_other_shapes_are_refused():
     """Oracle: shapes that a tensor would broadcast over points."""
     x = jet(points())
-    with pytest.raises(ValueError, match="equal numbers of directions and of dim"):
+    with pytest.raises(ValueError, match="equal numbers of directions and dim"):
         x + x[:, 0]
     with pytest.raises(ValueError, match="equal numbers"):
         x * jet(points(), directions(2))
