@@ -329,9 +329,7 @@ def _dimension(dim: int, ndim: int) -> int:
         NotImplementedError: it is the dimension of points.
     """
     if not -ndim < dim < ndim or dim == 0:
-        raise NotImplementedError(
-            f"dim={dim} of a jet must be in [1, {ndim}); points stay separate"
-        )
+        raise NotImplementedError(f"dim={dim} of a jet must be in [1, {ndim}); points cannot mix")
     return dim % ndim + 1
 
 
