@@ -1,4 +1,4 @@
-"""Write a checkpoint, and continue from it on a different number of ranks.
+"""Write a checkpoint, and continue from it with a different number of ranks.
 
 mpikfac launch -n 2 apps/examples/resume.py DIRECTORY    # steps 1 to 10
 python apps/examples/resume.py DIRECTORY                 # continues with steps 11 to 20

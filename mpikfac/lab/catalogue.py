@@ -70,8 +70,8 @@ NAMED |= {
         same=False,
     ),
     "diloco": Named(
-        "Local SGD with 50 steps between two exchanges; the mean change of the replicas is the "
-        "gradient of a step with Nesterov momentum",
+        "Local SGD with 50 steps between two exchanges; a step with Nesterov momentum uses the "
+        "replicas' mean change as its gradient",
         "DiLoCo, Douillard et al. 2023",
         "2 (P-1)/P 4T + (P-1)/P 4F - 49/50 2 (P-1)/P 4N",
         Strategy(CommOpt(), sync=DiLoCo(sync_every=50, outer_lr=0.7, outer_momentum=0.9)),

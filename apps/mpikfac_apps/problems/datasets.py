@@ -51,7 +51,7 @@ class Cifar:
         times: the number of records in a training file, divided by that in the test file.
         classes: the number of classes.
         before: the number of bytes before the label in a binary record.
-        key: the name of the labels in a pickle.
+        key: the key of the labels in a pickle's dictionary.
     """
 
     name: str
@@ -358,9 +358,9 @@ def check_size(pickled: bytes, most: int) -> None:
     for count, (instruction, argument, _) in enumerate(pickletools.genops(pickled)):
         place = argument if instruction.name in ("PUT", "BINPUT", "LONG_BINPUT") else 0
         if max(count, place or 0) > most:
-            raise ValueError(f"it takes more than {most:,} instructions")
+            raise ValueError(f"it has more than {most:,} instructions")
         if isinstance(argument, int) and abs(argument) >= 2**63:
-            raise ValueError("it contains a number of more than 64 bits")
+            raise ValueError("it contains an integer of more than 64 bits")
 
 
 def flat_labels(labels: object) -> np.ndarray:
@@ -500,7 +500,7 @@ def from_function(name: str, images: int | None = None) -> Dataset:  # noqa: ARG
     """Return the data set that FILE.py:FUNCTION returns: four tensors, or a `Dataset`.
 
     Raises:
-        ValueError: the function returns something else; the message states the right form.
+        ValueError: the function returns anything else; the message states what is expected.
     """
     data = own.result(name)
     if isinstance(data, Dataset):

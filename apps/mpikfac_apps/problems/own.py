@@ -65,7 +65,7 @@ def result(name: str) -> Any:
     """Return the result of FILE.py:FUNCTION, called without arguments.
 
     Raises:
-        ValueError: the file or the function does not exist, or raises.
+        ValueError: the file or the function does not exist, or raises an error.
     """
     build = function_of(name)
     with one_line_errors(f"{name.rpartition(':')[2]}()"):
@@ -73,10 +73,10 @@ def result(name: str) -> Any:
 
 
 def takes(name: str) -> Collection[str]:
-    """Return which of `classes` and `channels` the function of FILE.py:FUNCTION takes.
+    """Return which of the arguments `classes` and `channels` FILE.py:FUNCTION takes.
 
     Raises:
-        ValueError: the file or the function does not exist, or the file raises.
+        ValueError: the file or the function does not exist, or the file raises an error.
     """
     return USUAL.keys() & inspect.signature(function_of(name)).parameters.keys()
 
@@ -94,7 +94,7 @@ def function_of(name: str) -> Callable[..., Any]:
     """Return the function that FILE.py:FUNCTION names.
 
     Raises:
-        ValueError: the file or the function does not exist, or the file raises.
+        ValueError: the file or the function does not exist, or the file raises an error.
     """
     path, _, function = name.rpartition(":")
     build = getattr(_content(name), function, None)
@@ -107,7 +107,7 @@ def class_of(name: str) -> type:
     """Return the class that FILE.py:CLASS names.
 
     Raises:
-        ValueError: the file or the class does not exist, or the file raises.
+        ValueError: the file or the class does not exist, or the file raises an error.
     """
     path, _, kind = name.rpartition(":")
     found = getattr(_content(name), kind, None)
@@ -185,7 +185,7 @@ def usual_of_timm(name: str) -> tuple[tuple[int, int, int], int, bool]:
 
 
 def timm() -> Any:
-    """Return the package.
+    """Return the package timm.
 
     Raises:
         ValueError: the package, or one that timm requires, is not installed; or torchvision is

@@ -1,6 +1,6 @@
 """What a network learns: the targets, the loss, and the measure of success.
 
-A classifier learns the labels of images. An autoencoder learns the pixels of its own input. A
+A classifier learns the labels of images. An autoencoder learns the pixels of its input. A
 language model learns the next token of a text, and a segmenter the class of each voxel of a volume.
 """
 
@@ -37,8 +37,8 @@ class Task:
             lower for the error and bits per byte.
         measured: returns, given outputs and targets, the measure summed over examples, or the sums
             of the values from which the measure is computed.
-        inputs: the network takes "tokens", pixels between 0 and 1 ("unit"), or pixels with mean 0
-            and variance 1 ("normal").
+        inputs: what the network takes: "tokens", pixels between 0 and 1 ("unit"), or pixels with
+            mean 0 and variance 1 ("normal").
         dimensions: the number of dimensions within an example over which the loss averages, such as
             1 for a text and 3 for a volume; 0 if an example has a single loss.
         further: other quantities that a test measures, by name.

@@ -96,7 +96,7 @@ class Batches:
         labels: int64 `[n]`.
         batch: the number of images per step on all ranks together, constant or by epoch; a multiple
             of `ranks`.
-        augment: how images are shifted over black pixels and mirrored; None for neither.
+        augment: how images are shifted, with black borders, and mirrored; None for neither.
         tested: the images and labels of the rank's part of the test set.
 
     Attributes:
@@ -218,7 +218,7 @@ class FileBatches:
         workers = WORKERS if data.workers is None else data.workers
         self._reader = ImageReader(listing.size, room, workers, data.max_broken_images or 0)
         self._epoch, self._order = -1, torch.empty(0)
-        self._ahead: deque[tuple[int, int, DecodeRequest]] = deque()  # with epoch and index
+        self._ahead: deque[tuple[int, int, DecodeRequest]] = deque()  # (epoch, index, request)
 
     def per_rank(self, epoch: int) -> int:
         """Return the number of images in a rank's part of a batch."""

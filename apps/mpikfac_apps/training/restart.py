@@ -63,7 +63,7 @@ class Restart:
 def find_restart(world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Options) -> Restart:
     """Return where the run starts, with the options that a restart must keep.
 
-    The log lists all options that change.
+    All options that differ from the checkpoint's are logged.
 
     Collective over: world.
 

@@ -76,7 +76,7 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     left = ["batch"] if named.batch_per_rank else []  # see `follow`
     try:
         read = TRAIN.read(argv, kept_of(before.given, left))
-        _check_code(flat(read), flat(named))  # first, as checking options executes the files
+        _check_code(flat(read), flat(named))  # first, because checking options executes files
         left += _usual_before(before, read, ranks)
         kept = kept_of(before.given, left)
         options = parse(argv, ranks, kept)

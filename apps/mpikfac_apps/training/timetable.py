@@ -1,4 +1,4 @@
-"""Determine what is due after each step: epochs, tests, checkpoints of clients, and the end."""
+"""Determine what is due after each step: epochs, tests, clients' checkpoints, and the end."""
 
 from __future__ import annotations
 

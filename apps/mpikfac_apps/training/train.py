@@ -29,7 +29,7 @@ from mpikfac_apps.training.parts.problem import build
 from mpikfac_apps.training.run import Run
 from mpikfac_apps.training.shrink import go_on
 
-PATIENCE = 10.0  # seconds before a thread that still runs at the end is reported
+PATIENCE = 10.0  # seconds after which a thread that is still running at the end is reported
 
 
 def main(argv: Sequence[str] | None = None) -> int:

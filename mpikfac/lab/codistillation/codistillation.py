@@ -121,7 +121,7 @@ class Codistillation:
             outputs: the logits that the model returned for `inputs`.
 
         Raises:
-            ValueError: the outputs have no class dimension.
+            ValueError: the outputs do not have at least two classes.
         """
         if outputs.dim() < 2 or outputs.shape[1] < 2:
             raise ValueError(
@@ -195,7 +195,7 @@ class Codistillation:
         Collective over: world.
 
         Raises:
-            UserError: on some rank an item is missing or does not match the model, or groups have
+            UserError: on some rank, an item is missing or does not match the model; or groups have
                 taken different numbers of steps.
         """
         with together(self._grid.world, "loading state", untrusted=True):

@@ -34,7 +34,7 @@ from mpikfac.settings import Damping, in_force
 from mpikfac.trace import Trace
 
 USUAL = Damping(relative=0.1)
-"""A tenth of the mean eigenvalue of each layer, as in studies of influence [Grosse et al. 2023].
+"""The default damping: a tenth of a layer's mean eigenvalue, as in [Grosse et al. 2023].
 
 In a layer with groups, each group has its own mean; normalisation layers have a group per channel.
 """
@@ -116,7 +116,7 @@ class Curvature:
         """
         comm = SplitComm.of(comm).trains
         checkpoint = states.find(comm, Path(path))
-        doing = f"taking the curvature of {checkpoint.path}"
+        doing = f"computing the curvature of {checkpoint.path}"
         with together(comm, doing, untrusted=True):
             states.load_weights(model, checkpoint)
             layers, _ = cover(model, coverage)
@@ -141,7 +141,7 @@ class Curvature:
         """
         comm, model, layers = trainer.grid.world, trainer.model, trainer.layers
         owners = _owners_of(layers, model, comm, trace)
-        doing = "taking the curvature of a trainer"
+        doing = "computing the curvature of a trainer"
         with together(comm, doing):
             _check_trainer(trainer)
         state = trainer.preconditioner.factors.state_dict()

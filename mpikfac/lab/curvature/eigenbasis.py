@@ -12,7 +12,7 @@ from mpikfac.numerics import eigenbasis
 from mpikfac.plan import LayerShape
 
 Function = Callable[[Tensor], Tensor]
-"""A function of a layer's eigenvalues `[groups, outputs, inputs]`, with values of that shape."""
+"""A function of a layer's eigenvalues `[groups, outputs, inputs]` that keeps their shape."""
 
 
 @dataclass(frozen=True)

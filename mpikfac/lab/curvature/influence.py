@@ -162,7 +162,7 @@ def _check_size(owners: Owners, queries: int) -> None:
     counts, parameters = owners.integers(queries), sum(owners.sizes)
     memory = min(owners.integers(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
     needed = ITEMSIZE * parameters * (4 * max(counts) + sum(counts))
-    elements = max(parameters * max(counts), max(owners.sizes) * sum(counts))  # of a message
+    elements = max(parameters * max(counts), max(owners.sizes) * sum(counts))  # per message
     if needed > memory or (len(counts) > 1 and elements > MAX_COUNT):
         most = sum(counts) * min(memory * elements, MAX_COUNT * needed) // (needed * elements)
         raise UserError(

@@ -141,7 +141,7 @@ def factors_of(layer: Layer, flat: Tensor) -> dict[str, list[Tensor]]:
     """Return the blocks of a layer's factors A and G from their sums over all ranks.
 
     Raises:
-        ValueError: the sums contain no call of the layer.
+        ValueError: the sums do not contain a call of the layer.
     """
     *_, vectors, examples = flat.tolist()
     if not vectors:

@@ -1,4 +1,4 @@
-"""Ranks that decompose factors for the ranks that train [LBANN]."""
+"""The configuration of curvature servers [LBANN]."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CurvatureServers(Refresh):
             "refresh",
             ("curvature-servers",),
             {"assignment.replicate_below": 0},
-            "curvature servers decompose for one owner per factor",
+            "curvature servers return each factor's decomposition to a single owner",
         ),
     )
 

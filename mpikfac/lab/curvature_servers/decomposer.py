@@ -30,7 +30,7 @@ class OnCurvatureServers(AtOnce):
 
     Args:
         plan: the plan of all ranks.
-        preconditioners: the preconditioners of layers by name.
+        preconditioners: the layers' preconditioners, by name.
         team: connects training ranks and curvature servers; from `split_comm`.
     """
 

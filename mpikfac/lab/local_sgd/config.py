@@ -193,7 +193,7 @@ PLAIN = tuple(
         f"sync.{field}",
         None,
         {"sync.aggregation": "mean", "compression.gradients": None},
-        "plain reductions of parts of the model run in the background",
+        "only plain reductions of parts of the model can run in the background",
         default,
     )
     for field, default in (("fragments", 1), ("delay", 0), ("mixing", 0.0))
@@ -298,7 +298,7 @@ class DASO(Replicas):
             "sync",
             ("daso",),
             {"compression.gradients": None},
-            "plain reductions of the model run in the background",
+            "only plain reductions of the model can run in the background",
         ),
     )
     outer_lr: ClassVar[float] = 1.0

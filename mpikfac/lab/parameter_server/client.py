@@ -155,8 +155,8 @@ class AsyncSGD(Trainer):
     def average_replicas(self) -> None:
         """Push the pending update, wait for all clients, and fetch the weights.
 
-        All clients must call it, for example before an evaluation or a checkpoint. The first
-        client's call ends the warm-up.
+        All clients must call this method, for example before an evaluation or a checkpoint. The
+        first client's call ends the warm-up.
 
         Collective over: all clients.
         """

@@ -52,7 +52,7 @@ from mpikfac.plan import Layout, lay_out
 from mpikfac.plan.names import OF_OPTIMIZER, OPTIMIZER, RECEIVE_UPDATE, SEND_WEIGHTS, VERSION
 from mpikfac.trace import Trace
 
-SILENCE = 60.0  # seconds of silence after which a log line names a client
+SILENCE = 60.0  # seconds of silence after which a client is named in the log
 
 log = logging.getLogger("mpikfac")
 

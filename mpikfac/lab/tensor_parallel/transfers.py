@@ -57,7 +57,7 @@ def gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def sum_parts(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return the rank's part along `dim` of the sum over the group.
+    """Return the rank's part, along `dim`, of the sum over the group.
 
     Collective over: group, forward and backward.
     """

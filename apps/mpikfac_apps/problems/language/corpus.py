@@ -57,7 +57,9 @@ def read(path: str | None = None) -> Corpus:
     if not text:
         kinds = " or ".join(f"*{ending}" for ending in ENDINGS)
         raise ValueError(f"data.path={root} has no text; pass a file, or a folder of {kinds}")
-    origin = f"the library of Python {platform.python_version()}" if path is None else str(root)
+    origin = (
+        f"the standard library of Python {platform.python_version()}" if path is None else str(root)
+    )
     size = f"{len(chosen)} files, {len(text):,} bytes, CRC-32 {zlib.crc32(text):08x}"
     return Corpus(torch.frombuffer(text, dtype=torch.uint8), f"text of {origin}: {size}")
 

@@ -43,7 +43,7 @@ class Mixes:
 
     @classmethod
     def of(cls, data: DataOptions, classes: int, seed: int) -> Mixes | None:
-        """Return the mixes that the options select; None for none."""
+        """Return the mixes that the options select, or None if they select none."""
         if data.mixup is None and data.cutmix is None:
             return None
         return cls(data.mixup, data.cutmix, classes, seed)
@@ -113,7 +113,7 @@ def drawn_box(width: int, height: int, share: float, generator: np.random.Genera
 def shares(labels: Tensor, classes: int, share: float) -> Tensor:
     """Return the weights of all classes in each mixed image, `[n, classes]`; rows sum to 1.
 
-    The cross entropy of such a row is the weighted mean of the losses of both labels.
+    The cross entropy with such a row is the weighted mean of the losses for both labels.
 
     Args:
         share: the weight of an image; its partner has weight `1 - share`.

@@ -25,7 +25,7 @@ class Augmentation:
 
     @classmethod
     def of(cls, options: DataOptions) -> Augmentation | None:
-        """Return the augmentation that the options select; None for none."""
+        """Return the augmentation that the options select, or None if they select none."""
         if not options.augment:
             return None
         shift = cls.shift if options.shift is None else options.shift

@@ -35,7 +35,7 @@ def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _muon(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return Muon for hidden matrices, and AdamW in the same class for all other parameters.
+    """Return an optimizer that applies Muon to hidden matrices and AdamW to other parameters.
 
     `use_adjusted_lr` scales an orthogonal step to the typical size of AdamW's step [Liu et al.
     2025], so a single learning rate suits both.
@@ -92,7 +92,7 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     """
     kinds = nn.Linear | nn.Embedding | _ConvNd
     layers = [module for module in model.modules() if isinstance(module, kinds)]
-    # a shared weight is a single entry
+    # a shared weight has a single entry
     entries = {layer.weight: isinstance(layer, nn.Embedding) for layer in layers}
     return [weight for weight in list(entries)[1:-1] if not entries[weight]]
 

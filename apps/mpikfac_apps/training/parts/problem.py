@@ -158,7 +158,7 @@ class Problem:
         return average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return loss and measures over all test images, each counted once."""
+        """Return the loss and the measures over all test images, counting each image once."""
         measures = self.task.tests(self.classes)
         numbers = self.task.numbers(self.classes)  # the number of values of the first measure
         meter = Meter(self.comm, self.device, measures=numbers + len(measures) - 1)

@@ -92,7 +92,7 @@ class Training:
         """Send this rank's votes to all clients; not collective."""
 
     def events(self) -> list[Event]:
-        """Return the recorded events, over the communicators of the whole run; not collective."""
+        """Return the recorded events, naming the whole run's communicators; not collective."""
         return self.trainer.trace.events
 
     def state(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class ClientTraining(Training):
         return [event._replace(over=event.over.replace("world", "row", 1)) for event in events]
 
     def log_end(self, comm: mpikfac.comm.Comm) -> None:
-        """Log the staleness of the updates of each client."""
+        """Log the staleness of each client's updates."""
         log.info("%s", staleness_line(staleness_of_all(self.trainer, comm)))
 
 

@@ -3,7 +3,7 @@
     mpikfac evaluate runs/a
     mpirun -n 4 mpikfac evaluate runs/a --weights runs/a/best.pt
 
-This repeats the training program's test, with the same images, measures and averages of weights.
+This repeats the training program's test, with the same images, measures and averaged weights.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Opt
     for key, value, file in settings.code_of(flat(options)):
         if not evaluation.trust:
             raise ValueError(f"{key}={value} would run {file}; if you trust the file, pass --trust")
-    data = dataclasses.replace(options.data, cache=None)  # a test reads each image once
+    data = dataclasses.replace(options.data, cache=None)  # useless, because each image is read once
     if evaluation.data_path is not None:
         data = dataclasses.replace(data, path=evaluation.data_path)
         check_data(data)

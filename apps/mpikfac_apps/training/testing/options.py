@@ -20,7 +20,7 @@ class EvaluateOptions:
         weights: a file of weights to evaluate instead of the checkpoint's weights, such as
             RUN_DIR/best.pt; null for the checkpoint's weights, or for their averages if the run
             uses `ema_decay`.
-        trust: execute the files FILE.py that the run's `model` and `data.name` name.
+        trust: execute the Python files that the run's `model` and `data.name` refer to.
         data_path: the directory of the data set; null for the one that the run used.
         device: the device of each rank; "auto" uses a GPU if there is one.
     """
