@@ -126,14 +126,14 @@ NAMED |= {
         same=False,
     ),
     "trimmed-mean": Named(
-        "The coordinate-wise mean of all ranks' gradients, excluding the largest and smallest one",
+        "The coordinate-wise mean of all ranks' gradients, excluding the largest and the smallest",
         "Yin et al. 2018",
         COMM_OPT_COST,
         _robust(TrimmedMean(num_byzantine=1)),
         same=False,
     ),
     "krum": Named(
-        "The rank's gradient that is closest to its nearest neighbours replaces the mean",
+        "Among all ranks' gradients, the one closest to its nearest neighbours replaces the mean",
         "Blanchard et al. 2017",
         COMM_OPT_COST,
         _robust(Krum(num_byzantine=1)),

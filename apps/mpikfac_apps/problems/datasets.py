@@ -35,7 +35,7 @@ from mpikfac_apps.text import is_own
 CIFAR_RECORDS = 10_000  # per file; the training file of CIFAR-100 has 5 times as many
 CIFAR_PIXELS = 3 * 32 * 32
 CIFAR_LIMIT = 2**25  # maximum bytes of this many records; the published files have 31 million
-CIFAR_INSTRUCTIONS = 2**16  # the same for a pickle's instructions; published: about 40,000
+CIFAR_INSTRUCTIONS = 2**16  # maximum instructions in a pickle; published ones have about 40,000
 LUMA = (299, 587, 114)  # thousandths of red, green and blue in grey (ITU-R BT.601)
 TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
 
@@ -179,7 +179,7 @@ def _check_count(key: str, count: int | None, images: int, name: str) -> None:
 def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
     """Return 1,797 handwritten digits of 8x8 pixels; a fifth of each class is for testing.
 
-    These are 360 test images. `images` is ignored, because `load` selects the first images.
+    The test set has 360 images. `images` is ignored, because `load` selects the first images.
     """
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         pixels = torch.from_numpy(file["images"])[:, None]
@@ -417,7 +417,7 @@ class Source:
         classes: the number of classes; the default, if `takes` contains "classes"; None if it
             depends on the data.
         holds: what a network can learn from the data.
-        takes: the options of the group `data` that only some data sets support, this one included.
+        takes: the options in the group `data` that this data set supports but others may not.
         needs: an option that must be set, and what it means.
         files: whether images are read from files during training.
     """

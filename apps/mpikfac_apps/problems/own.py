@@ -239,7 +239,7 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def named_probabilities(outputs: Tensor) -> str:
-    """Return what outputs `[batch, classes]` of a softmax are called; "" for other outputs."""
+    """Return "probabilities" or "log-probabilities" if `[batch, classes]` outputs are, or ""."""
     for name, shares in (("probabilities", outputs), ("log-probabilities", outputs.exp())):
         sums = shares.float().sum(1)
         if bool((shares >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=0.01):

@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention, then two linear layers, both with a normalisation before and a shortcut."""
+    """Attention, then two linear layers; both parts are pre-norm and have a shortcut."""
 
     def __init__(self, width: int, heads: int, hidden: int, causal: bool = False) -> None:
         super().__init__()

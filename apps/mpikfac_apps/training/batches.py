@@ -29,7 +29,7 @@ from mpikfac_apps.training.augmentation.moves import Augmentation, augmented
 from mpikfac_apps.training.calendar import Calendar
 
 SEEN = 1024  # for images in files: the number used for the mean and variance of pixels
-ROOM = 128  # the minimum number of images for which a reader of files has space
+ROOM = 128  # the minimum capacity, in images, of a reader of files
 WORKERS = 2  # processes per rank
 
 

@@ -40,7 +40,7 @@ def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
 def carried(
     comm: mpikfac.comm.Comm, trainer: mpikfac.KFAC, items: Mapping[str, Any]
 ) -> tuple[str, str, str]:
-    """Describe which states continue, restart or are dropped when the preconditioner changes.
+    """Describe which states are continued, restarted or dropped if the preconditioner changes.
 
     Collective over: comm.
 

@@ -55,7 +55,7 @@ class Restart:
         now = settings.about_run(self.options, comm.size)["settings"]
         if before.get(settings.PRECONDITIONER, ...) not in (..., now[settings.PRECONDITIONER]):
             log.info(
-                "the preconditioner has changed: continued: %s; restarted: %s; dropped: %s",
+                "the preconditioner has changed; continued: %s; restarted: %s; dropped: %s",
                 *carried.carried(comm, trainer, self.checkpoint),
             )
 

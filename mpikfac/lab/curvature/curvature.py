@@ -47,7 +47,7 @@ class Curvature:
         directions = curvature.solve(gradients, damping=mpikfac.Damping(relative=0.1))
 
     C is block-diagonal; a layer's block is `G (x) A`, computed from the running averages of its
-    factors. It estimates the per-example Fisher matrix, averaged over examples, or the empirical
+    factors. C estimates the per-example Fisher matrix, averaged over examples, or the empirical
     Fisher matrix for fisher_type="empirical", the default of trainers. The curvature of N examples
     is N C.
 
@@ -176,20 +176,19 @@ class Curvature:
                 model.eval(), lambda model, batch: model(batch[0]), batches
             )
 
-        The factors are computed at these weights, instead of taken from a run's running averages.
+        The factors are computed at these weights, rather than taken from a run's running averages.
         With "squares", each rank stores the eigenbases of all layers, a batch's rotated inputs (at
         most 128 MiB per layer), and a layer's gradients in parts of 128 MiB.
 
         Collective over: comm. Each rank passes any number of its own batches. A `ValueError`,
-        `OSError` or `UserError` in `outputs` or `batches` is raised on all ranks; any other error
-        on a single rank ends the job only under `python -m mpi4py`; otherwise, the other ranks
-        hang.
+        `OSError` or `UserError` in `outputs` or `batches` is raised on all ranks; after any other
+        error on a single rank, the others hang, unless `python -m mpi4py` ends the job.
 
         Args:
             model: in `eval()` mode, with the same weights on all ranks.
             outputs: returns the outputs of a batch, `[examples, outputs]`.
             batches: the rank's batches, without augmentation; with "squares", they are read twice.
-            loss: the loss: "cross-entropy", "squared-error" or "logistic"; see `KFAC.record`.
+            loss: "cross-entropy", "squared-error" or "logistic"; see `KFAC.record`.
             comm: see `load`.
             fisher_type: "type-2" takes one backward pass per output, for the exact Fisher matrix;
                 "mc" takes one per batch, for labels sampled from the model's distribution.

@@ -60,7 +60,7 @@ class Passes:
         return {name: of_layer.flat() for name, of_layer in sums.items()}
 
     def squares(self, bases: Mapping[str, Eigenbasis]) -> dict[str, Tensor]:
-        """Return each layer's squared gradients in its basis, summed over examples, flat.
+        """Return each layer's squared gradients in its basis, summed over examples, as a vector.
 
         The last element is the number of examples.
         """
@@ -77,7 +77,10 @@ class Passes:
         return {n: torch.cat([s.flatten(), s.new_tensor([count])]) for n, s in sums.items()}
 
     def _records(self) -> Iterator[tuple[bool, int, Records]]:
-        """Yield, for each pass, whether it is its batch's first, the example count, and calls."""
+        """Yield a tuple for each pass over a batch.
+
+        It contains whether the pass is the batch's first, the number of examples, and the calls.
+        """
         for batch in self.batches:
             passes = record_columns(self.model, self.layers, self.outputs, batch, self._columns)
             for number, (examples, records) in enumerate(passes):

@@ -53,7 +53,7 @@ def influence_memory(
         ValueError: see `influence`.
     """
     owners, largest, bases = curvature.owners, max(examples, queries), _bases(curvature)
-    everyone = sum(owners.integers(queries))  # before the pass, which may fail
+    everyone = sum(owners.integers(queries))  # communicate before the pass, which may fail
     with _saved(curvature.model) as saved:
         records = record(curvature.model, list(curvature.layers.values()), losses, few)
     graph, kept = _of_pass(saved, records)

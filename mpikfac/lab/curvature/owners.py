@@ -42,7 +42,7 @@ def elements_to(sizes: Sequence[int], examples: Sequence[int]) -> list[list[int]
 
 
 def query_messages(sizes: Sequence[int], examples: Sequence[int], rank: int) -> list[Message]:
-    """Return the messages in which a rank's vectors are sent to owners, and results sent back."""
+    """Return a rank's messages that send vectors to owners, and results back."""
     if len(sizes) == 1:
         return []
     count = message(COUNT, "Allgather", "owners", [(0, 1)], len(sizes), ITEMSIZE, rank)
@@ -176,7 +176,7 @@ class Owners:
         return [sum(math.prod(shapes[n]) for n in names if n in shapes) for names in self.names]
 
     def sum(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum each layer's vectors over ranks, in rank order, and return those of own layers.
+        """Sum each layer's vectors over ranks, in rank order; return those of this rank's layers.
 
         Args:
             vectors: a vector for each layer, of the same length on all ranks.

@@ -18,7 +18,7 @@ from mpikfac.lab.curvature.eigenbasis import Eigenbasis
 from mpikfac.layers import Layer
 
 ELEMENTS = 2**24
-"""The maximum number of elements of a layer's per-example gradients in memory, 128 MiB."""
+"""The maximum number of elements of a layer's per-example gradients at a time (128 MiB)."""
 Losses = Callable[[nn.Module, Any], Tensor]
 """A function of a model and a batch that returns one loss per example, `[examples]`."""
 Outputs = Callable[[nn.Module, Any], Tensor]
@@ -206,8 +206,8 @@ def gradients(layer: Layer, calls: Sequence[RecordedCall], examples: int) -> Ten
 def products(matrices: Tensor, calls: Sequence[RecordedCall], examples: int) -> Tensor:
     """Return the inner products of matrices with per-example gradients, `[vectors, examples]`.
 
-    The gradients are computed only if examples have several positions; otherwise, this would be
-    more work.
+    The gradients themselves are computed only if examples have several positions; for a single
+    position, it is cheaper to use the vectors.
 
     Args:
         matrices: `[vectors, groups, outputs, inputs]`.

@@ -95,7 +95,9 @@ class DirectFeedback:
                 f"direct feedback needs a model with outputs [batch, classes], not {form}"
             )
         if any(len(y) != len(outputs) for _, y in ends):
-            raise ValueError("direct feedback needs equally many examples in all blocks' outputs")
+            raise ValueError(
+                "direct feedback needs the same number of examples in the outputs of all blocks"
+            )
         if len(outputs) and any(outputs.data_ptr() == y.data_ptr() for _, y in ends):
             raise ValueError(
                 "direct feedback: the last block ends with the model; remove its end from ends"

@@ -19,7 +19,7 @@ from mpikfac.numerics import Arena, all_finite, copy_all, elastic_gradient, nest
 from mpikfac.plan import Layout, lay_out
 from mpikfac.plan.names import OWN_MOMENTUM
 
-LARGEST = 700.0  # the largest exponent for which exp does not overflow in float64
+LARGEST = 700.0  # an exponent for which exp does not yet overflow in float64
 DIVERGED = (
     "the weights of a rank are not finite; try a smaller learning rate, or exchange weights more "
     "often"

@@ -131,7 +131,7 @@ class AsyncSGD(Trainer):
 
     @property
     def staleness(self) -> Counter[int]:
-        """How many of the client's updates had each staleness.
+        """The number of the client's updates for each value of staleness.
 
         The staleness of an update is the number of other clients' updates that were applied after
         the client fetched its weights.

@@ -69,7 +69,8 @@ def run_parameter_server(
         trace: records the seconds and bytes of the stages.
 
     Returns:
-        For each client, how many updates had each staleness; see `AsyncSGD.staleness`.
+        For each client, the number of updates for each value of staleness; see
+        `AsyncSGD.staleness`.
 
     Collective over: the team's intercommunicator.
 
@@ -146,7 +147,7 @@ class Server:
 
     @property
     def staleness(self) -> list[Counter[int]]:
-        """For each client, how many updates had each staleness."""
+        """For each client, the number of updates for each value of staleness."""
         return list(self._counts.values())
 
     def run(self) -> None:

@@ -130,7 +130,7 @@ class PowerSGDCodec(Codec):
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis `[groups, n, rank]` of columns; NaN in groups with NaN."""
+    """Orthonormalise columns `[groups, n, rank]`; groups with NaN or infinity become NaN."""
     import torch
 
     finite = columns.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)

@@ -54,7 +54,7 @@ def form_of(of_term: Rows) -> Form:
 
 
 def partners(rank: int, ranks: int) -> Iterator[int]:
-    """Yield the ranks, in ring order, with whose rows a rank multiplies its own rows."""
+    """Yield, in ring order, the ranks with which a rank computes inner products of rows."""
     for hop in range(1, ranks // 2 + 1):
         if 2 * hop < ranks or rank >= hop:  # only one of two opposite ranks computes their block
             yield (rank - hop) % ranks

@@ -20,7 +20,7 @@ class Parameters:
 
     A layer's matrix is `[outputs, inputs + 1]`, with the bias as its last column; the parameters in
     `also` form a matrix with a single row, `[1, elements]`. Vectors contain all matrices in
-    row-major order and float64.
+    float64, in row-major order.
 
     Args:
         also: additional parameters, which may belong to the model.

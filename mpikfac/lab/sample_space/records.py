@@ -336,8 +336,8 @@ def _compare(
         error = float((own - of_autograd).norm())
         if not error <= tolerance * float(of_autograd.norm()) + 1e3 * eps * whole:
             raise ValueError(
-                f"in term {term.name!r}, the gradient of a residual for {name!r} differs from "
-                f"autograd's by {error:.1e} of {float(of_autograd.norm()):.1e}: use the "
-                f"parameter only by calling its layer, take derivatives for the inputs only with "
-                f"mpikfac.lab.jet, and do not use values of other points"
+                f"in term {term.name!r}, a residual's gradient with respect to {name!r} differs "
+                f"from autograd's by {error:.1e} of {float(of_autograd.norm()):.1e}: use the "
+                f"parameter only by calling its layer, take derivatives with respect to inputs "
+                f"only with mpikfac.lab.jet, and do not use values of other points"
             )

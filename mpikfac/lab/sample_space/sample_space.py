@@ -263,8 +263,8 @@ class SampleSpace:
         The first step compares some rows of J, and a combination of all rows, with autograd's.
 
         Collective over: comm. A `ValueError`, `OSError` or `UserError` in a residual function is
-        raised on all ranks; any other error on a single rank ends the job only under
-        `python -m mpi4py`.
+        raised on all ranks; after any other error on a single rank, the others hang, unless
+        `python -m mpi4py` ends the job.
 
         Raises:
             UserError: on some rank, a residual function fails or cannot be recorded; a term has no

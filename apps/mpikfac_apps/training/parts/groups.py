@@ -37,7 +37,7 @@ def open_checkpoint(
 ) -> mpikfac.checkpoint.Checkpoint | None:
     """Return the checkpoint to resume from, of the same step in all groups; None to start at 0.
 
-    The newest checkpoints can differ, because a job may end before all groups have written theirs.
+    The newest steps can differ, because a job may end before all groups have written a checkpoint.
 
     Collective over: world.
 

@@ -18,7 +18,7 @@ class PreparedModel:
     """
 
     def __init__(self, problem: Problem, starts: bool, epoch: int) -> None:
-        """Create the network, with the layers frozen that are frozen in the given epoch.
+        """Create the network, and freeze the layers that are frozen in the given epoch.
 
         Collective over: problem.comm.
 
