@@ -40,7 +40,7 @@ def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
     root, checkpoint = checkpoints.root(run.options), None
     if left.rank == 0:
         checkpoint = mpikfac.checkpoint.latest_checkpoint(root)
-    anew = run.options.resume == "never"  # the lost run used the same directory
+    anew = run.options.resume == "never"  # the run continues in its directory
     resume = "auto" if left.bcast(checkpoint) or anew else run.options.resume
     return left, dataclasses.replace(run.options, resume=resume)
 
