@@ -253,6 +253,6 @@ def shapes_of(
     """
     entry = network(name)
     if classes is not None and "classes" not in entry.takes:
-        raise ValueError(f"classes={classes}: {name} has no parameter named classes")
+        raise ValueError(f"classes={classes} needs a parameter named classes; {name} has none")
     model = skeleton(name, classes)
     return mpikfac.layers.covered_shapes(model, coverage or mpikfac.Coverage(covers=entry.covers))

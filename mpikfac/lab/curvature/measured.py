@@ -149,7 +149,7 @@ def factors_of(layer: Layer, flat: Tensor) -> dict[str, list[Tensor]]:
     *_, vectors, examples = flat.tolist()
     if not vectors:
         raise ValueError(
-            f"the batches do not call layer {layer.name!r}; exclude it with `coverage` and `skip`"
+            f"the batches do not call layer {layer.name!r}; leave it out with `coverage` and `skip`"
         )
     scales = layer.scales("expand", int(examples), int(vectors), vectors=False)
     shapes = [(side, factor) for side in layer.shape.sides for factor in layer.shape.side(side)]

@@ -429,7 +429,7 @@ class ClientMethod(Method):
             UserError: always.
         """
         raise UserError(
-            "the model's set of trained parameters has changed; asynchronous training requires the "
+            "the model's set of trained parameters has changed; asynchronous training needs the "
             "same parameters from the first step to the last"
         )
 
