@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def train(strategy: mpikfac.Strategy) -> tuple[float, float]:
-    """Return the test loss of the averaged model, and the KB that a rank passed to MPI per step."""
+    """Return the test loss of the averaged model, and the KB per step that a rank passed to MPI."""
     comm = mpikfac.world()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))

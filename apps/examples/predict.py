@@ -17,7 +17,7 @@ def main() -> None:
     """Print a row for each strategy, and a column for each number of ranks."""
     machine = load_machine("v100-edr")
     job = Job("resnet50", batch=32, factor_update_steps=10, inv_update_steps=100)
-    # Layer shapes of any model: mpikfac.layers.covered_shapes(model).
+    # mpikfac.layers.covered_shapes(model) returns the layer shapes of any model.
     layers, others = models.shapes_of(job.model)
     print("ms per step   ", *(f"{ranks:>6} ranks" for ranks in RANKS))
     for name in NAMES:

@@ -1,7 +1,7 @@
-"""Write a checkpoint, and continue from it on a different number of ranks.
+"""Write a checkpoint, and continue from it with a different number of ranks.
 
 mpikfac launch -n 2 apps/examples/resume.py DIRECTORY    # steps 1 to 10
-python apps/examples/resume.py DIRECTORY                 # continues: steps 11 to 20
+python apps/examples/resume.py DIRECTORY                 # continues with steps 11 to 20
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 import mpikfac
 
-STEPS = 10  # steps per start
+STEPS = 10  # steps per run
 BATCH = 32  # images per step, on all ranks together
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the batch of a step, the same on any number of ranks."""
+    """Return the batch of a step, which is the same for any number of ranks."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, 8, generator=generator)
     return inputs, inputs.cumsum(1).argmax(1)
@@ -52,5 +52,5 @@ def main(directory: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("resume.py needs one argument, the directory of the checkpoints")
+        sys.exit("resume.py needs one argument, the checkpoint directory")
     main(sys.argv[1])

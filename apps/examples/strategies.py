@@ -25,7 +25,7 @@ STEPS = 20
 
 
 def train(strategy: Strategy) -> tuple[torch.Tensor, float]:
-    """Return the weights after training, and the KB that this rank passed to MPI per step."""
+    """Return the weights after training, and the KB per step that this rank passed to MPI."""
     comm = mpikfac.world()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))

@@ -1,6 +1,6 @@
-"""The lab: published methods that extend the core, with one folder per method.
+"""The lab: published methods that extend the core, one folder per method.
 
-Import it to make its types for `Strategy` and its named strategies available by name.
+Import it to make its `Strategy` types and its named strategies available by name.
 
     import mpikfac.lab
     strategy, settings = mpikfac.get_strategy("parle")

@@ -1,4 +1,4 @@
-"""The lab's named strategies for distributing training over ranks and over time."""
+"""The lab's named strategies for distributing training over ranks and steps."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _robust(aggregation: Aggregation) -> Strategy:
 
 NAMED |= {
     "dgc": Named(
-        "COMM-OPT in which each rank sends only the largest 0.1 % of its gradients; the others "
-        "wait and accumulate momentum, which replaces the optimizer's",
+        "COMM-OPT in which each rank sends only the largest 0.1 % of its gradient elements; the "
+        "others accumulate locally with momentum, which replaces the optimizer's",
         "DGC, Lin et al. 2018",
         "2 (P-1)/P 4T + (P-1)/P 4F + (P-1) 0.008N - 2 (P-1)/P 4N",
         Strategy(CommOpt(), compression=Compression(gradients=TopK(ratio=0.001, momentum=0.9))),
@@ -70,8 +70,8 @@ NAMED |= {
         same=False,
     ),
     "diloco": Named(
-        "Local SGD with 50 steps between two exchanges; the mean change of the replicas is the "
-        "gradient of a step with Nesterov momentum",
+        "Local SGD with 50 steps between two exchanges; a step with Nesterov momentum uses the "
+        "replicas' mean change as its gradient",
         "DiLoCo, Douillard et al. 2023",
         "2 (P-1)/P 4T + (P-1)/P 4F - 49/50 2 (P-1)/P 4N",
         Strategy(CommOpt(), sync=DiLoCo(sync_every=50, outer_lr=0.7, outer_momentum=0.9)),
@@ -86,8 +86,8 @@ NAMED |= {
         same=False,
     ),
     "streaming-diloco": Named(
-        "DiLoCo with the model divided into five parts, one of which is sent every ten steps; its "
-        "mean is used five steps later, averaged with the replica's current weights",
+        "DiLoCo with the model divided into five parts, one of which is sent every ten steps; the "
+        "result is used five steps later, averaged with the replica's current weights",
         "Streaming DiLoCo, Douillard et al. 2025",
         "2 (P-1)/P 4T + (P-1)/P 4F - 49/50 2 (P-1)/P 4N",
         Strategy(CommOpt(), sync=DiLoCo(fragments=5, delay=5, mixing=0.5)),
@@ -126,14 +126,14 @@ NAMED |= {
         same=False,
     ),
     "trimmed-mean": Named(
-        "The coordinate-wise mean of all ranks' gradients, without the largest and smallest value",
+        "The coordinate-wise mean of all ranks' gradients, excluding the largest and the smallest",
         "Yin et al. 2018",
         COMM_OPT_COST,
         _robust(TrimmedMean(num_byzantine=1)),
         same=False,
     ),
     "krum": Named(
-        "The gradient that is nearest to its neighbours among all ranks' replaces the mean",
+        "Among all ranks' gradients, the one closest to its nearest neighbours replaces the mean",
         "Blanchard et al. 2017",
         COMM_OPT_COST,
         _robust(Krum(num_byzantine=1)),
@@ -147,8 +147,8 @@ NAMED |= {
         same=False,
     ),
     "centered-clipping": Named(
-        "The last gradient plus the mean difference of all ranks' gradients from it, with long "
-        "differences clipped",
+        "The previous result plus the mean of all ranks' differences from it, where long "
+        "differences are clipped",
         "Karimireddy et al. 2021",
         COMM_OPT_COST,
         _robust(CenteredClipping()),
@@ -163,8 +163,8 @@ NAMED |= {
         same=False,
     ),
     "curvature-servers": Named(
-        "COMM-OPT on all ranks but one, which decomposes the factors that owners send to it; the "
-        "bases that it returns are used one step later; `P` ranks train",
+        "COMM-OPT on all ranks but one, which decomposes the factors that owners send to it and "
+        "returns the bases, which are used one step later; `P` ranks train",
         "LBANN",
         "2 (P-1)/P 4T + (4T/P + (P-1)/P 4F) + 0",
         Strategy(CommOpt(), refresh=CurvatureServers()),

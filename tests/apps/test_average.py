@@ -190,7 +190,7 @@ def test_a_run_may_begin_to_average_later(tmp_path):
     """Oracle: after a single step, the average is the weights."""
     assert train.main(arguments(tmp_path, "--max_steps=4", average=0)) == 0
     assert train.main(arguments(tmp_path, "--max_steps=5", "--resume=auto")) == 0
-    assert "no average of the weights; the average begins now" in (tmp_path / "log.txt").read_text()
+    assert "no averaged weights; averaging starts now" in (tmp_path / "log.txt").read_text()
     items = saved(tmp_path)
     assert items["run/averaged"] == 1
     kept = saved(tmp_path, "average/")

@@ -163,7 +163,7 @@ def test_a_pickle_with_too_few_images_or_a_wrong_label_is_refused(tmp_path, reco
     folder = write_python(tmp_path, records)
     labels, pixels = records["test_batch"]
     (folder / "test_batch").write_bytes(python2_pickle(labels[1:], pixels[1:]))
-    with pytest.raises(ValueError, match=r"58368 bytes of pixels as \(19, 3072\) and 19 labels"):
+    with pytest.raises(ValueError, match=r"58368 bytes of pixels in shape \(19, 3072\) and 19"):
         datasets.load("cifar10", str(tmp_path))
     (folder / "test_batch").write_bytes(python2_pickle(labels + 10, pixels))
     with pytest.raises(ValueError, match="of image 0 is not in 0..9"):
@@ -310,8 +310,8 @@ def fails():
     raise RuntimeError("no such\\nserver")
 """
 REFUSED = {
-    "floats": r"train images are torch.float32 \[2, 3, 4, 5\]; bytes \(torch.uint8\)",
-    "labels": r"train labels are torch.int64 \[2\]; torch.int64 \[2\], at least 0, are needed",
+    "floats": r"train images are torch.float32 \[2, 3, 4, 5\]; they must be torch.uint8",
+    "labels": r"labels are torch.int64 \[2\]; they must be torch.int64 \[2\], with values >= 0",
     "shapes": r"train and test images differ in shape: \[3, 4, 5\] and \[3, 4, 3\]",
     "three": "the function must return a tuple of four tensors: train images, train labels",
     "fails": r"fails\(\) raised RuntimeError: no such",

@@ -46,7 +46,7 @@ def test_a_softmax_at_the_end_is_named(end, made):
     """Oracle: the last function, by hand; a softmax need not be a module."""
     torch.manual_seed(0)
     words = models.check("my.py:net", Ends(end), IMAGES, 10)
-    expected = f"model=my.py:net returns {made}, and the cross entropy applies softmax itself; "
+    expected = f"model=my.py:net returns {made}, but cross entropy applies softmax itself; "
     assert words.startswith(expected) if made else words == ""
 
 

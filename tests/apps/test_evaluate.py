@@ -177,7 +177,7 @@ def test_two_ranks_test_a_file_of_weights(ran):
         ("RUN --weights=none.pt", "mpikfac: reading none.pt: none.pt cannot be read: No such file"),
         (
             "RUN --weights=other.pt",
-            "a test needs all tensors, but 10.weight, 10.bias are missing or have another shape",
+            "a test needs all tensors, but 10.weight, 10.bias are missing or have the wrong shape",
         ),
     ],
 )

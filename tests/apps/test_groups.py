@@ -163,7 +163,7 @@ def test_groups_without_a_common_step_are_refused(monkeypatch, found, told):
     options = dataclasses.replace(parse(["--groups=2"], 2), resume="auto" if -1 in found else "x")
     world = SimpleNamespace(allgather=lambda _: list(found))
     monkeypatch.setattr(checkpoints, "open_checkpoint", lambda *_: SimpleNamespace(step=4))
-    with pytest.raises(mpikfac.UserError, match=rf"no checkpoint of the same step \({told}"):
+    with pytest.raises(mpikfac.UserError, match=rf"no checkpoints of the same step \({told}"):
         open_checkpoint(world, None, options)
 
 

@@ -141,7 +141,7 @@ def test_a_network_that_cannot_learn_the_data_is_one_line(file, tmp_path, capfd,
 def test_classes_of_a_function_without_classes_are_refused(file, capsys):
     """Oracle: the message, written out."""
     assert plan.main([f"--model={file}:fixed", "--classes=3", "--ranks=2"]) == 2
-    assert "classes=3 needs a function with a parameter classes, not" in capsys.readouterr().err
+    assert "classes=3 needs a parameter named classes; " in capsys.readouterr().err
 
 
 VIT_L = """
@@ -256,7 +256,7 @@ def test_weights_that_timm_saves_are_first_weights(tmp_path, suffix):
     options += ("--optimizer=sgd", "--weight_decay=0", "--max_steps=1", f"--weights={file}")
     assert train.main([*options, "--model=timm:test_resnet", f"--run_dir={tmp_path}/run"]) == 0
     said = (tmp_path / "run" / "log.txt").read_text()
-    assert "tensors with their initial values: fc.weight, fc.bias" in said
+    assert "tensors that keep their initial values: fc.weight, fc.bias" in said
     checkpoint = saved(tmp_path / "run")
     for name, parameter in donor.named_parameters():
         if not name.startswith("fc."):
@@ -474,7 +474,7 @@ def test_first_weights_reach_all_ranks_and_a_resumed_run_takes_its_own(ran):
     for name, value in donor.items():
         assert torch.equal(found[f"model/{name}"], value)
     said = (ran / "begun" / "log.txt").read_text()
-    assert said.count("tensors with their initial values: none") == 1
+    assert said.count("tensors that keep their initial values: none") == 1
     assert said.count("donor.pt is ignored: the run continues from a checkpoint") == 1
 
 

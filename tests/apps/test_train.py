@@ -153,7 +153,7 @@ def runs(root):
 def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(job):
     """Oracle: the uninterrupted run on the first part's number of ranks."""
     whole, parts = job / "whole", job / "parts"
-    kept = "first started with ranks=2; kept: batch=120, lr scaled for 2"
+    kept = "the run was first started with ranks=2; it keeps batch=120, lr scaled for 2"
     assert (parts / "log.txt").read_text().count(kept) == 2
     assert_same_training(rows(parts), rows(whole))
     saved = yaml.safe_load((parts / "config.yaml").read_text())
@@ -209,7 +209,7 @@ def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
         (
             ("--optimizer=sgd",),
             ("--optimizer=kfac", "--kfac.momentum_of=gradients"),
-            "it has momentum=0.9 for directions, but none for gradients; continue with",
+            "it contains momentum of directions (momentum=0.9), but none of gradients; continue",
         ),
     ],
 )

@@ -114,11 +114,15 @@ def test_volumes_are_normalised_by_channel():
     [
         (None, None, "image.nii.gz raised FileNotFoundError"),
         (b"no volume", b"", "image.nii.gz raised "),
-        (np.zeros((4, 4)), np.zeros((4, 4)), r"\[4, 4\] must be three sides with <= "),
-        (np.ones((8, 8, 8)), np.ones((8, 8, 9)), r"as many voxels as image.nii.gz: \[8, 8, 8\]"),
+        (np.zeros((4, 4)), np.zeros((4, 4)), r"\[4, 4\] must have three sides and <= "),
+        (np.ones((8, 8, 8)), np.ones((8, 8, 9)), r"shape of image.nii.gz, \[8, 8, 8\], not"),
         (np.ones((8, 8, 8)), 1.5 * np.ones((8, 8, 8)), "whole numbers from 0 to 255"),
         (np.ones((8, 8, 8)), -np.ones((8, 8, 8)), "whole numbers from 0 to 255"),
-        (np.ones((8, 8, 8)), np.zeros((8, 8, 8)), "data.size=4: a half of 8x4x8 voxels has no"),
+        (
+            np.ones((8, 8, 8)),
+            np.zeros((8, 8, 8)),
+            "data.size=4: a half of 8x4x8 voxels contains no",
+        ),
         (np.ones((8, 6, 8)), np.ones((8, 6, 8)), "use a smaller size"),
     ],
 )

@@ -356,7 +356,7 @@ def test_refusals_of_layers(comm):
             TensorParallelPlan(1, {"1": "outputs"})
         return
     model = model_of(multilayer)
-    refused(comm, model, {"9": "outputs"}, "layer '9': no module of the model has this name")
+    refused(comm, model, {"9": "outputs"}, "layer '9': the model has no module with this name")
     refused(comm, model, {"6": "outputs"}, "layer '6': LayerNorm cannot be split; only Linear")
     refused(comm, model, {"7": "outputs"}, "layer '7' has 5 outputs, which tp_size=")
     narrow = nn.Sequential(nn.Linear(12, 25), nn.ReLU(), nn.Linear(25, 12))

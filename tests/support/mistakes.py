@@ -1248,7 +1248,7 @@ TABLE = (
     Mistake(
         "exchange: a rank's local votes count at an exchange",
         "lab/local_sgd/replicas.py",
-        "            self._votes.heard = []  # from this rank alone\n",
+        "            self._votes.heard = []  # these votes came from this rank alone\n",
         "",
         "tests/mpi/test_replicas.py",
         2,

@@ -264,5 +264,5 @@ def test_refusals():
     kfac.model.eval()
     with pytest.raises(ValueError, match=r"one loss per example, \[examples\], not \[\]"):
         influence(curvature, lambda m, d: F.cross_entropy(m(d[0]), d[1]), [data], data)
-    with pytest.raises(ValueError, match="has 2 examples, and the batch 6"):
+    with pytest.raises(ValueError, match="has 2 examples, but the batch has 6"):
         record(kfac.model, inside.layers(kfac), lambda m, d: losses(m, d).repeat(3), data)

@@ -203,7 +203,10 @@ def test_mixed_derivatives_by_polarisation():
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (torch.relu, r"no rule for torch's 'relu'; use p\[:, :1\] for .*tanh, .*as Jet.rules"),
+        (
+            torch.relu,
+            r"no rule for torch's 'relu'; select .* p\[:, :1\], use .*tanh, .*as Jet.rules",
+        ),
         (F.relu, "no rule for torch's 'relu'"),
         (lambda x: x.abs(), "no rule for torch's 'abs'"),
         (nn.LayerNorm(3), "no rule for torch's 'layer_norm'"),
@@ -211,14 +214,14 @@ def test_mixed_derivatives_by_polarisation():
         (lambda x: x[2], "points before `jet`"),
         (lambda x: x[..., 0, 0], "points before `jet`"),
         (lambda x: x.sum(), r"dim=0 of a jet must be in \[1, 2\)"),
-        (lambda x: torch.cat([x, x]), "points stay apart"),
+        (lambda x: torch.cat([x, x]), "points cannot mix"),
         (lambda x: torch.stack([x, x], 3), "dim=3 of a jet"),
-        (lambda x: x @ x, "by a matrix only"),
+        (lambda x: x @ x, "only be multiplied by a matrix"),
         (lambda x: F.linear(x[:, 0], MATRIX.double()), "needs a jet"),
         (lambda x: x**x, "exponent of a jet must be a number"),
-        (lambda x: x[:, torch.zeros(2, 2).long()], "one list or tensor of one dimension"),
-        (lambda x: x[..., torch.ones(7, 3) > 0], "one list or tensor of one dimension"),
-        (lambda x: x[:, None, [0, 1], [0, 1]], "too many parts"),
+        (lambda x: x[:, torch.zeros(2, 2).long()], "one list or tensor, which must be one-dim"),
+        (lambda x: x[..., torch.ones(7, 3) > 0], "one list or tensor, which must be one-dim"),
+        (lambda x: x[:, None, [0, 1], [0, 1]], "too many items"),
         (lambda x: torch.stack([x, x], 2)[:, [0, 1], [0, 1]], "one list or tensor"),
         (lambda x: x[:, True], "one list or tensor"),
         (lambda x: x[:, 0][..., 0], "points before `jet`"),
@@ -230,7 +233,7 @@ def test_mixed_derivatives_by_polarisation():
         (lambda x: torch.tanh(input=x), "'tanh' does not take these arguments"),
         (lambda x: torch.pow(2, x), "'pow' does not take these arguments; pass the jet first"),
         (lambda x: 2**x, "'pow' does not take these arguments"),
-        (nn.Dropout(), "dropout in training; call eval"),
+        (nn.Dropout(), "dropout in training mode; call eval"),
         (nn.BatchNorm1d(3).eval(), "no rule for torch's 'batch_norm'"),
     ],
 )
@@ -252,7 +255,7 @@ def test_a_jet_is_not_changed_in_place(change):
 def test_jets_and_tensors_of_other_shapes_are_refused():
     """Oracle: shapes that a tensor would broadcast over points."""
     x = jet(points())
-    with pytest.raises(ValueError, match="equal numbers of directions and of dim"):
+    with pytest.raises(ValueError, match="equal numbers of directions and dim"):
         x + x[:, 0]
     with pytest.raises(ValueError, match="equal numbers"):
         x * jet(points(), directions(2))

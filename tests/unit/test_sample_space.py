@@ -471,11 +471,11 @@ def without_parameters(model, x):
 BAD_RESIDUALS = {
     double_backward: "takes a backward pass through layer .*mpikfac.lab.jet",
     transformed: "under torch.func, which hides the derivatives .*mpikfac.lab.jet",
-    around_the_layer: "'first.weight' differs from autograd's .* only by calls of its layer",
+    around_the_layer: "'first.weight' differs from autograd's .* only by calling its layer",
     dependent: "differs from autograd's",
     middle_column: "'first.weight' differs from autograd's",
     middle_point: "'first.weight' differs from autograd's",
-    of_float32: r"'first' of torch.float64 with torch.float32; .* by points.double\(\)",
+    of_float32: r"'first' of torch.float64 with torch.float32; .* with points.double\(\)",
     joined: "with 10 rows for 5 points; .* call the model several times",
     without_parameters: "do not depend on a trained parameter",
 }
@@ -496,10 +496,10 @@ def test_residuals_that_cannot_be_recorded_are_refused(residual):
     ("returned", "line"),
     [
         (lambda m, x: m(x).square().mean(), "must return residuals .*, not one number"),
-        (lambda m, x: m(x)[1:, 0], r"must return residuals .* and returned \[4\] for 5 points"),
-        (lambda m, x: m(x) - x[:, 0], r"\[9, 9\] for 9 points: a dimension of size 1 met one"),
-        (lambda m, x: m(x) - x[:, 0], r"\[5, 5\] for 5 points: .* size 5; write model\(x\)"),
-        (lambda m, x: m(x) - torch.arange(5), r"\[5, 5\] for 5 points: .* size 5; write model"),
+        (lambda m, x: m(x)[1:, 0], r"must return residuals .* but returned \[4\] for 5 points"),
+        (lambda m, x: m(x) - x[:, 0], r"\[9, 9\] for 9 points: a dimension of size 1 was"),
+        (lambda m, x: m(x) - x[:, 0], r"\[5, 5\] for 5 points: .* to 5; write model\(x\)"),
+        (lambda m, x: m(x) - torch.arange(5), r"\[5, 5\] for 5 points: .* to 5; write model"),
         (
             lambda m, x: m(jet(x)).second[:, :1] - x[:, 0],
             r"\[5, 5\] for 5 points: .*u.second\[:, 0",
@@ -545,7 +545,7 @@ def tied():
     [
         (nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).double(), "'1.weight' of a LayerNorm"),
         (nn.Conv1d(1, 1, 1).double(), "'weight' of a Conv1d cannot be trained"),
-        (network().bfloat16(), "first.weight is torch.bfloat16, too coarse"),
+        (network().bfloat16(), "first.weight is torch.bfloat16, which is too coarse"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).double()), "convert all"),
         (network().requires_grad_(False), "must have a torch.nn.Linear with trained parameters"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(2, 1)).double(), "cannot be trained"),
@@ -569,7 +569,7 @@ def test_models_that_cannot_be_trained_are_refused(model, line):
         ({"lengths": [0.5, 1.0]}, "must be numbers in descending order"),
         ({"lengths": []}, "must be numbers in descending order"),
         ({"lengths": [0]}, "each of lengths=0 must be a number above 0"),
-        ({"terms": []}, r"terms=\[\] must have at least one"),
+        ({"terms": []}, r"terms=\[\] must contain at least one"),
         ({"terms": Term(border, points(5))}, r"must be a list of .*; pass \[Term"),
         ({"also": unknown()}, r"also must be a list of tensors, .*; pass also=\[...\]"),
         ({"terms": [border]}, r"terms must be mpikfac.lab.Term\(residual, points\), not"),
@@ -580,7 +580,7 @@ def test_models_that_cannot_be_trained_are_refused(model, line):
         ({"also": [torch.ones(2)]}, "also must contain leaf tensors that require gradients"),
         ({"also": [nn.Parameter(torch.ones(2)).double()]}, "also must contain leaf tensors"),
         ({"also": [network().last.weight, None]}, "also must contain leaf tensors"),
-        ({"also": "last.weight"}, "also must not have parameters of layer 'last'; leave them out"),
+        ({"also": "last.weight"}, "also must not contain parameters of layer 'last'; remove"),
     ],
 )
 def test_wrong_arguments_are_refused(settings, line):

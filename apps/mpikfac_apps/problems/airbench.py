@@ -6,18 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SEEN = 1000  # training images whose patches are whitened
-EPSILON = 5e-4  # keeps directions without variance finite
+SEEN = 1000  # the number of training images from which the whitening is computed
+EPSILON = 5e-4  # added to the eigenvalues, to keep filters finite in directions without variance
 BIAS_EPOCHS = 3
 
 
 def dirac(conv: nn.Conv2d) -> None:
-    """Let the first filters pass the input through; the other filters keep torch's values."""
+    """Initialise the first filters to the identity; the others keep torch's initial values."""
     nn.init.dirac_(conv.weight[: conv.in_channels])
 
 
 def group(inputs: int, outputs: int) -> nn.Sequential:
-    """Return two 3x3 convolutions and a pooling that halves the side of the image."""
+    """Return two 3x3 convolutions, the first followed by max pooling that halves the image size."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
         nn.MaxPool2d(2),
@@ -30,26 +30,26 @@ def group(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def shift(channels: int) -> nn.BatchNorm2d:
-    """Return a normalisation without scale: a frozen scale of 1, and a trained shift."""
+    """Return a batch normalisation whose scale is frozen at 1; only its shift is trained."""
     norm = nn.BatchNorm2d(channels, momentum=0.4)
     norm.weight.requires_grad_(False)
     return norm
 
 
 class Airbench(nn.Module):
-    """A frozen convolution that whitens patches, three groups, and a linear layer.
+    """A frozen convolution that whitens patches, three groups of convolutions, and a linear layer.
 
-    `whiten` sets the frozen weights from training images.
+    `whiten` computes the frozen weights from training images.
 
     Args:
-        widths: the channels of each group.
+        widths: the number of channels of each group.
     """
 
     def __init__(
         self, classes: int, channels: int, widths: tuple[int, int, int] = (64, 256, 256)
     ) -> None:
         super().__init__()
-        inputs = 8 * channels  # the eigenvectors of 2x2 patches with both signs
+        inputs = 8 * channels  # 4 * channels eigenvectors of 2x2 patches, with both signs
         self.whitening = nn.Conv2d(channels, inputs, 2)
         self.whitening.weight.requires_grad_(False)
         nn.init.zeros_(self.whitening.get_parameter("bias"))
@@ -62,10 +62,10 @@ class Airbench(nn.Module):
 
     @torch.no_grad()
     def whiten(self, images: Tensor) -> None:
-        """Set the first filters so that their outputs on the images have covariance 1.
+        """Set the frozen filters so that they whiten the 2x2 patches of the images.
 
-        The filters are the eigenvectors of the covariance of 2x2 patches, divided by the square
-        roots of the eigenvalues; half of the filters have the opposite sign.
+        The filters are the eigenvectors of the patches' covariance, divided by the square roots of
+        the eigenvalues, and the negatives of these filters.
 
         Args:
             images: `[n, channels, h, w]`, as the network receives them.

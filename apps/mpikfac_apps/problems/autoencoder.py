@@ -1,4 +1,4 @@
-"""A deep autoencoder [Hinton & Salakhutdinov 2006], hard for first-order methods."""
+"""A deep autoencoder [Hinton & Salakhutdinov 2006], hard to train with first-order methods."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 
 class Autoencoder(nn.Sequential):
-    """A network from images `[n, channels, h, w]` to the logits of all pixels `[n, pixels]`.
+    """A network that maps images `[n, channels, h, w]` to the logits of all pixels `[n, pixels]`.
 
-    The encoder has `widths` units per layer, and the decoder mirrors it. Hidden units use tanh, and
+    The encoder's layers have `widths` units, and the decoder mirrors it. Hidden units use tanh, and
     the code is linear. Biases are initialised to 0.
 
     Args:
-        pixels: the number of pixels of an image, over all channels.
-        widths: the units of the encoder's layers; the last is the length of the code.
-        draw: fills a matrix of weights with random values.
+        pixels: the number of pixel values per image, over all channels.
+        widths: the number of units of each encoder layer; the last is the length of the code.
+        draw: fills a weight matrix with random values.
     """
 
     def __init__(

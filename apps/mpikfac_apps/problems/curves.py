@@ -1,8 +1,8 @@
-"""Draw images of smooth curves: a data set without files, for deep autoencoders.
+"""Generate images of smooth curves, a data set for deep autoencoders that needs no files.
 
-An image shows a parabola through three random points, so it is determined by six numbers. All
-arithmetic rounds correctly (IEEE 754), and the order of the work changes no value, so the images
-have the same bits on all machines.
+Each image shows a parabola through three random points, so it is determined by six numbers. All
+operations are correctly rounded (IEEE 754), and no value depends on the order of evaluation, so the
+images are bitwise identical on all machines.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SIDE = 28  # pixels
-POINTS = 128  # per curve; less than a pixel apart
-INK = 1.5  # pixels from a curve to the end of its ink
-MARGIN = 4  # pixels around the three points: the curve between the points needs 12 % more room
+POINTS = 128  # points drawn per curve, less than a pixel apart
+INK = 1.5  # the distance in pixels from a curve at which its brightness reaches 0
+MARGIN = 4  # pixels around the three points, because a curve extends up to 12 % beyond them
 CHUNK = 2048  # images at a time
 
 
 def drawn(images: int, seed: int) -> Tensor:
-    """Return bytes `[images, 1, 28, 28]` of white curves on black; a seed gives the same curves."""
-    # The raw numbers of a bit generator stay the same in all versions of NumPy.
+    """Return white curves on black, as bytes `[images, 1, 28, 28]` that depend only on the seed."""
+    # The raw output of a bit generator is the same in all versions of NumPy.
     raw = np.random.PCG64(seed).random_raw(6 * images).reshape(images, 3, 2)
     knots = MARGIN + (SIDE - 1 - 2 * MARGIN) * (raw >> 53) / 2**11
     parts = [painted(knots[i : i + CHUNK]) for i in range(0, images, CHUNK)]
@@ -31,14 +31,14 @@ def drawn(images: int, seed: int) -> Tensor:
 
 
 def painted(knots: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Return bytes `[n, 28 * 28]` of curves through points `[n, 3, 2]`.
+    """Return images of curves through the points `[n, 3, 2]`, as bytes `[n, 28 * 28]`.
 
-    The points of a curve paint the 3x3 pixels around them, less at larger distances. A pixel keeps
-    the brightest paint.
+    Each point of a curve brightens the 3x3 pixels around it, the more distant ones less. A pixel
+    keeps its highest brightness.
     """
     t = np.linspace(0.0, 1.0, POINTS)[:, None]
     first, middle, last = (knots[:, number, None] for number in range(3))
-    weights = (1 - t) * (1 - 2 * t), 4 * t * (1 - t), t * (2 * t - 1)  # Lagrange's polynomials
+    weights = (1 - t) * (1 - 2 * t), 4 * t * (1 - t), t * (2 * t - 1)  # Lagrange polynomials
     points = weights[0] * first + weights[1] * middle + weights[2] * last  # [n, POINTS, 2]
     nearest = np.rint(points)
     brightness = np.zeros((len(knots), SIDE * SIDE))

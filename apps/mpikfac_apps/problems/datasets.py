@@ -1,9 +1,9 @@
-"""Return data sets by name: as whole tensors of bytes, or as lists of images in files.
+"""Load data sets by name, as whole tensors of bytes or as lists of image files.
 
 `digits` comes with the program, `curves` and `synthetic` are generated, `text` is read from text
 files, `volume` from a brain scan, and `cifar10`, `cifar100` and `patches` from either of the
-two official layouts. The readers never execute anything in a file. `folder` and `packed` are lists.
-FILE.py:FUNCTION is a user's function.
+two official layouts. The readers never execute code from a file. `folder` and `packed` are lists.
+FILE.py:FUNCTION is a user's function that returns a data set.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from mpikfac_apps.text import is_own
 
 CIFAR_RECORDS = 10_000  # per file; the training file of CIFAR-100 has 5 times as many
 CIFAR_PIXELS = 3 * 32 * 32
-CIFAR_LIMIT = 2**25  # bytes for this many records; the published files have 31 million
-CIFAR_INSTRUCTIONS = 2**16  # in a pickle of this many records; published files have about 40,000
+CIFAR_LIMIT = 2**25  # maximum bytes of this many records; the published files have 31 million
+CIFAR_INSTRUCTIONS = 2**16  # maximum instructions in a pickle; published ones have about 40,000
 LUMA = (299, 587, 114)  # thousandths of red, green and blue in grey (ITU-R BT.601)
 TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
 
 
 @dataclass(frozen=True)
 class Cifar:
-    """The form of the archives of a CIFAR data set.
+    """The layout of a CIFAR data set's archives.
 
     Attributes:
         name: the name of the data set.
-        folders: the folders of the binary and of the Python version.
+        folders: the folder names of the binary and the Python version.
         train, test: the names of the files, without the suffix of the binary version.
-        times: the number of records of a training file relative to the test file.
+        times: the number of records in a training file, divided by that in the test file.
         classes: the number of classes.
         before: the number of bytes before the label in a binary record.
-        key: the name of the labels in a pickle.
+        key: the key of the labels in a pickle's dictionary.
     """
 
     name: str
@@ -88,16 +88,17 @@ HUNDRED = Cifar(
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images as bytes `[n, channels, h, w]` and int64 labels `[n]`, for training and for the test.
+    """Images as bytes `[n, channels, h, w]` and int64 labels `[n]`, for training and testing.
 
-    For a text, images are windows of bytes `[n, size]`, and labels the next byte of each byte. For
-    a volume, images are crops `[n, 1, d, h, w]`, and labels the class of each voxel, as bytes.
+    For a text, images are windows of bytes `[n, size]`, and the label of each byte is the byte that
+    follows it. For a volume, images are crops `[n, 1, d, h, w]`, and the labels are the classes of
+    the voxels, as bytes.
 
     Attributes:
-        classes: the number of classes; 0 if images have no labels (all labels are then 0). For a
-            text, 256.
-        white: the byte of a white pixel.
-        about: a line that describes the data, for data that differ between machines.
+        classes: the number of classes; 0 if images have no labels (all labels are then 0), and 256
+            for a text.
+        white: the value of a white pixel.
+        about: a one-line description of data that differ between machines.
     """
 
     train_images: Tensor
@@ -110,12 +111,12 @@ class Dataset:
 
     @property
     def channels(self) -> int:
-        """The channels of an image, or the tokens of a window."""
+        """The number of channels of an image, or of tokens in a window."""
         return self.train_images.shape[1]
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Checksums that a restart compares: training labels, training pixels, and the test set."""
+        """Checksums of training labels, training pixels and test set, which a restart compares."""
         return {
             "images": _crc(self.train_labels),
             "pixels": _crc(self.train_images),
@@ -123,7 +124,7 @@ class Dataset:
         }
 
     def part(self, train: int | None, test: int | None) -> Dataset:
-        """Return the data set with the first images of each part, or all images for None."""
+        """Return the data set with only the first `train` and `test` images (None for all)."""
         return replace(
             self,
             train_images=self.train_images[:train],
@@ -148,18 +149,18 @@ def load(
     """Return a data set by name.
 
     Args:
-        path: cifar10, cifar100, patches: the directory of the files, or its parent; folder: the
-            folder; packed: the file; text: a file, or a directory of text files; volume: the folder
-            of two files.
-        train_images: the number of training images to use, from the start; in lists, evenly spaced;
-            curves, synthetic: the number to generate.
-        test_images: the number of test images to use, chosen like training images.
-        size: patches, synthetic, folder, packed: side length in pixels; text: bytes of a window;
-            volume: side length of a crop in voxels.
-        classes: synthetic: the number of classes.
+        path: for cifar10, cifar100 and patches, the directory of the files or its parent; for
+            folder, the folder; for packed, the file; for text, a file or a directory of text files;
+            for volume, the folder of the two files.
+        train_images: the number of training images to use: the first ones, or evenly spaced ones of
+            a list; for curves and synthetic, the number of images to generate.
+        test_images: the number of test images to use, selected in the same way.
+        size: for patches, synthetic, folder and packed, the side length in pixels; for text, the
+            bytes per window; for volume, the side length of a crop in voxels.
+        classes: for synthetic, the number of classes.
 
     Raises:
-        ValueError: a file or an argument is wrong; the message states the wrong value and a remedy.
+        ValueError: a file or an argument is invalid; the message states the value and a remedy.
         OSError: a file cannot be read.
     """
     entry, arguments = source(name), {"path": path, "size": size, "classes": classes}
@@ -176,9 +177,9 @@ def _check_count(key: str, count: int | None, images: int, name: str) -> None:
 
 
 def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
-    """Return 1,797 handwritten digits of 8x8 pixels; a fifth of each class (360) is for the test.
+    """Return 1,797 handwritten digits of 8x8 pixels; a fifth of each class is for testing.
 
-    `load` uses the first `images`.
+    The test set has 360 images. `images` is ignored, because `load` selects the first images.
     """
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         pixels = torch.from_numpy(file["images"])[:, None]
@@ -189,7 +190,7 @@ def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loader
 
 
 def smooth_curves(images: int | None = None) -> Dataset:
-    """Return images of smooth curves, 28x28 pixels; 5,000 of them are for the test."""
+    """Return images of smooth curves, 28x28 pixels: `images` for training, 5,000 for testing."""
     return unlabelled(curves.drawn(images or 20_000, seed=0), curves.drawn(5_000, seed=1))
 
 
@@ -200,7 +201,7 @@ def unlabelled(train: Tensor, test: Tensor) -> Dataset:
 
 
 def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> Dataset:
-    """Return noise around a 4x4 pattern per class, for experiments; a fifth is for the test."""
+    """Return images of a 4x4 pattern per class plus noise, a fifth of them for testing."""
     images, channels = images or 1024, 3
     generator = torch.Generator().manual_seed(0)
     total = images + max(1, images // 4)
@@ -220,9 +221,9 @@ def text(
     images: int | None = None,  # noqa: ARG001 (as all loaders)
     size: int = 64,
 ) -> Dataset:
-    """Return windows of a text; the last tenth of the text is for the test.
+    """Return windows of a text; the last tenth of the text is for testing.
 
-    `load` uses the first `images`.
+    `images` is ignored, because `load` selects the first windows.
     """
     read = corpus.read(path)
     parts = read.tokens.tensor_split([len(read.tokens) - len(read.tokens) // 10])
@@ -235,9 +236,9 @@ def volume(
     images: int | None = None,  # noqa: ARG001 (as all loaders)
     size: int = 16,
 ) -> Dataset:
-    """Return crops of a volume; the first half is for training, the second half for the test.
+    """Return crops of a volume; the first half is for training, the second half for testing.
 
-    `load` uses the first `images`.
+    `images` is ignored, because `load` selects the first crops.
     """
     read = crops.read(path)
     (train, labels), (test, test_labels) = (half.crops(size) for half in read.halves())
@@ -246,7 +247,7 @@ def volume(
 
 
 def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
-    """Return a CIFAR data set in the binary or Python layout; read only the files needed."""
+    """Load a CIFAR data set in the binary or the Python layout, reading only the files needed."""
     root = Path(path)
     layouts = dict(zip(kind.folders, ((read_binary, ".bin"), (read_python, ""))))
     candidates = [place for name in layouts for place in (root, root / name) if place.name == name]
@@ -271,7 +272,7 @@ def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
 
 
 def patches(path: str, images: int | None = None, size: int = 28) -> Dataset:
-    """Return a grey patch of each CIFAR-10 photo, at a random position.
+    """Return a grey patch at a random position of each CIFAR-10 photo, without labels.
 
     Raises:
         ValueError: the photos are smaller than `size`.
@@ -288,7 +289,7 @@ def patches(path: str, images: int | None = None, size: int = 28) -> Dataset:
 
 
 def grey_patches(photos: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Return bytes `[n, 1, size, size]`, a part of each of the photos `[n, 3, h, w]`."""
+    """Return a grey patch `[n, 1, size, size]`, as bytes, of each photo `[n, 3, h, w]`."""
     n, side = len(photos), photos.shape[-1]
     top, left = torch.randint(side - size + 1, (2, n), generator=generator)
     windows = photos.unfold(2, size, 1).unfold(3, size, 1)  # not copied
@@ -298,7 +299,7 @@ def grey_patches(photos: Tensor, size: int, generator: torch.Generator) -> Tenso
 
 
 def read_binary(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return pixels `[n, 3072]` and labels `[n]` from records: labels, then pixels."""
+    """Return pixels `[n, 3072]` and labels `[n]`; a record stores its labels before its pixels."""
     raw = np.frombuffer(files.read_bytes(path, times * CIFAR_LIMIT, links=True), dtype=np.uint8)
     records, size = times * CIFAR_RECORDS, kind.before + 1 + CIFAR_PIXELS
     if len(raw) != records * size:
@@ -311,7 +312,7 @@ def read_binary(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarr
 
 
 def checked_labels(path: Path, labels: np.ndarray, classes: int) -> np.ndarray:
-    """Return the labels as int64, after a check of their range."""
+    """Return the labels as int64, after checking their range."""
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(wrong):
         raise ValueError(
@@ -321,7 +322,7 @@ def checked_labels(path: Path, labels: np.ndarray, classes: int) -> np.ndarray:
 
 
 def read_python(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return pixels `[n, 3072]` and labels `[n]` of a pickle; nothing is executed."""
+    """Return pixels `[n, 3072]` and labels `[n]` from a pickle, without executing it."""
     pickled = files.read_bytes(path, times * CIFAR_LIMIT, links=True)
     try:
         check_size(pickled, times * CIFAR_INSTRUCTIONS)
@@ -339,33 +340,34 @@ def read_python(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarr
     if stored != (expected, (b"u1",), False) or not complete:
         form = reprlib.repr(shape)
         raise ValueError(
-            f"{path} has {pixels.size} bytes of pixels as {form} and {labels.size} labels "
-            f"instead of {math.prod(expected)} as {expected} and {expected[0]}; unpack it again"
+            f"{path} has {pixels.size} bytes of pixels in shape {form} and {labels.size} labels "
+            f"instead of {math.prod(expected)} bytes in shape {expected} and {expected[0]} labels; "
+            "unpack it again"
         )
     return pixels.reshape(expected).copy(), checked_labels(path, labels, kind.classes)
 
 
 def check_size(pickled: bytes, most: int) -> None:
-    """Check, before loading a pickle, that it needs little more memory than its size.
+    """Check, before loading a pickle, that it will need little more memory than its size.
 
     Raises:
-        ValueError: the pickle has over `most` instructions, has fewer bytes than an instruction
-            needs, requests a large table, or contains numbers of more than 64 bits, which could
-            make a dictionary slow as keys.
+        ValueError: the pickle has more than `most` instructions, ends within an instruction,
+            requests a large table, or contains integers of more than 64 bits, which could be slow
+            as dictionary keys.
     """
     for count, (instruction, argument, _) in enumerate(pickletools.genops(pickled)):
         place = argument if instruction.name in ("PUT", "BINPUT", "LONG_BINPUT") else 0
         if max(count, place or 0) > most:
-            raise ValueError(f"it takes more than {most:,} instructions")
+            raise ValueError(f"it has more than {most:,} instructions")
         if isinstance(argument, int) and abs(argument) >= 2**63:
-            raise ValueError("it contains a number of more than 64 bits")
+            raise ValueError("it contains an integer of more than 64 bits")
 
 
 def flat_labels(labels: object) -> np.ndarray:
-    """Return a list of whole numbers as an array.
+    """Return a list of integers as an array.
 
     Raises:
-        ValueError: the labels are something else, such as a list that contains itself.
+        ValueError: the labels are anything else, such as a list that contains itself.
     """
     if not isinstance(labels, list) or any(type(label) is not int for label in labels):
         raise ValueError("labels are not a list of whole numbers")
@@ -373,7 +375,7 @@ def flat_labels(labels: object) -> np.ndarray:
 
 
 class Inert:
-    """A replacement for objects of a pickle: it stores the given values, and does nothing."""
+    """A replacement for the objects in a pickle, which only stores the values it is given."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -386,7 +388,7 @@ class Inert:
 class DataOnlyUnpickler(pickle.Unpickler):
     """Read a pickle of plain data and numpy arrays; arrays become `Inert` objects.
 
-    A pickle is a program that can call everything it can name; with this reader, it can name only
+    A pickle is a program that can call anything it can name; with this reader, it can name only
     `Inert`.
     """
 
@@ -405,18 +407,19 @@ class DataOnlyUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Source:
-    """A data set by name.
+    """The entry of a data set in `DATASETS`.
 
     Attributes:
-        load: returns the data set from `images` and the options in `takes`.
-        channels: the channels of an image; 0 for a text.
-        size: the side length of an image in pixels, the tokens of a window, or the default; None if
-            only the data determine it.
-        classes: the number of classes, or the default; None if only the data determine it.
+        load: returns the data set, given `images` and the options in `takes`.
+        channels: the number of channels of an image; 0 for a text.
+        size: the side length of an image in pixels, or the number of tokens in a window; the
+            default, if `takes` contains "size"; None if it depends on the data.
+        classes: the number of classes; the default, if `takes` contains "classes"; None if it
+            depends on the data.
         holds: what a network can learn from the data.
-        takes: options of the group `data` that other data sets do not have.
-        needs: an option that must be set, and its meaning.
-        files: whether images are read from files during the training.
+        takes: the options in the group `data` that this data set supports but others may not.
+        needs: an option that must be set, and what it means.
+        files: whether images are read from files during training.
     """
 
     load: Callable[..., Dataset | Listing]
@@ -497,7 +500,7 @@ def from_function(name: str, images: int | None = None) -> Dataset:  # noqa: ARG
     """Return the data set that FILE.py:FUNCTION returns: four tensors, or a `Dataset`.
 
     Raises:
-        ValueError: the function returns something else; the message states the right form.
+        ValueError: the function returns anything else; the message states what is expected.
     """
     data = own.result(name)
     if isinstance(data, Dataset):
@@ -521,15 +524,15 @@ def check_part(what: str, images: Tensor, labels: Tensor) -> None:
     """Check a user's images and labels.
 
     Raises:
-        ValueError: a tensor has a different dtype, shape or range.
+        ValueError: a tensor has the wrong dtype, shape or range.
     """
     if images.dtype != torch.uint8 or images.dim() != 4 or not len(images):
         raise ValueError(
-            f"{what} images are {images.dtype} {list(images.shape)}; bytes (torch.uint8) "
-            "[images, channels, height, width] are needed"
+            f"{what} images are {images.dtype} {list(images.shape)}; they must be torch.uint8 "
+            "[images, channels, height, width]"
         )
     if labels.dtype != torch.int64 or labels.shape != images.shape[:1] or labels.min() < 0:
         raise ValueError(
-            f"{what} labels are {labels.dtype} {list(labels.shape)}; torch.int64 [{len(images)}], "
-            "at least 0, are needed"
+            f"{what} labels are {labels.dtype} {list(labels.shape)}; they must be torch.int64 "
+            f"[{len(images)}], with values >= 0"
         )

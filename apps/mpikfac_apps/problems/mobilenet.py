@@ -9,7 +9,7 @@ from mpikfac_apps.problems.resnet import conv
 
 
 class InvertedResidual(nn.Module):
-    """Expand (1x1), filter (depthwise 3x3, strided), project (1x1); a shortcut if possible."""
+    """1x1, depthwise 3x3 (strided) and 1x1 convolutions, with a shortcut if the shape is kept."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, expansion: int = 4) -> None:
         super().__init__()

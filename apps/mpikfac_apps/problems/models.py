@@ -1,6 +1,6 @@
 """Networks by name, including those from files and timm, and a small CNN for digits.
 
-`network` is the only function that knows the forms of names.
+`network` is the only function that parses names.
 """
 
 from __future__ import annotations
@@ -32,26 +32,25 @@ from mpikfac_apps.problems.volumes.networks import Segmenter3d
 
 
 def kaiming(conv: nn.Conv2d) -> None:
-    """Initialise the weights of a convolution before ReLUs."""
+    """Initialise the weights of a convolution that is followed by a ReLU."""
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
 
 
 @dataclass(frozen=True)
 class NetworkEntry:
-    """A network by name.
+    """How a named network is created, and what it takes.
 
     Attributes:
-        make: creates the network from `classes` and `channels`; for a language model, from the
-            number of different tokens and the tokens of a window.
+        make: creates the network from `classes` and `channels`, which for a language model are the
+            number of different tokens and the number of tokens in a window.
         image: the default shape of an image, `(channels, height, width)`, or of a volume; for a
-            language model the tokens of a window; None if unknown.
-        classes: the default number of classes, or of different tokens; None if only the network
-            determines it.
+            language model, the default number of tokens in a window; None if unknown.
+        classes: the default number of classes, or of different tokens; None if unknown.
         fixed: whether the network accepts only images of the default height and width.
         task: what the network learns.
-        draw: initialises the weights of a convolution; None for a network that sets all weights.
-        takes: which of the arguments of `make` the network uses.
-        covers: the covering classes by type of module.
+        draw: initialises the weights of a convolution; None if the network initialises all weights.
+        takes: the arguments of `make` that the network uses.
+        covers: the covering class of each module type.
     """
 
     make: Callable[..., nn.Module]
@@ -69,12 +68,12 @@ class NetworkEntry:
         return self.image[0] if self.image else None
 
     def tokens(self, classes: int | None = None) -> int | None:
-        """Return the number of different tokens (None: the default), or None for images."""
+        """Return the number of different tokens, `classes` or the default; None for images."""
         return (classes or self.classes) if self.task.inputs == "tokens" else None
 
 
 def digits_cnn(classes: int, channels: int) -> nn.Module:
-    """Return a network of two convolutions and two linear layers, for 8x8 pixels."""
+    """Return a network of two convolutions and two linear layers, for images of 8x8 pixels."""
     return nn.Sequential(
         conv(channels, 16, 3),
         nn.BatchNorm2d(16),
@@ -99,8 +98,8 @@ def autoencoder(side: int, widths: Sequence[int], draw: Callable[[Tensor], Tenso
     return NetworkEntry(make, (1, side, side), fixed=True, task=RECONSTRUCTION)
 
 
-# The variance is 25 / (9 inputs). With Glorot's variance, signals shrink after the short code, and
-# the autoencoder with 12 layers stays on a plateau.
+# The variance is 25 / (9 * inputs). With Glorot's variance, signals shrink after the short code,
+# and the loss of the autoencoder with 12 layers stays on a plateau.
 TANH = partial(nn.init.kaiming_normal_, nonlinearity="tanh")
 SMALL_VIT = {"size": 32, "patch": 4, "width": 96, "depth": 6, "heads": 3}
 
@@ -134,10 +133,10 @@ MODELS: dict[str, NetworkEntry] = {
 
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""Memory formats by the dimensions of a weight."""
+"""The channels-last memory format for each number of weight dimensions."""
 
 OTHERS = "FILE.py:FUNCTION", "timm:NAME"
-"""The forms of names of third-party networks."""
+"""How third-party networks are named."""
 
 
 def network(name: str) -> NetworkEntry:
@@ -164,15 +163,15 @@ def network(name: str) -> NetworkEntry:
 
 
 def build(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
-    """Return a newly initialised network from images `[n, channels, h, w]` to `[n, outputs]`.
+    """Return a newly initialised network that maps images `[n, channels, h, w]` to `[n, outputs]`.
 
     A classifier has one output per class, an autoencoder one per pixel. A language model takes
     windows of up to `channels` tokens, and has an output for each of `classes` tokens. A segmenter
     takes volumes, and has one output per class and voxel.
 
     Args:
-        classes: None for the default number.
-        channels: None for the default number.
+        classes: the number of classes; None for the default.
+        channels: the number of channels; None for the default.
 
     Raises:
         ValueError: no network has that name, or a file or timm fails to create the network.
@@ -181,16 +180,16 @@ def build(name: str, classes: int | None = None, channels: int | None = None) ->
 
 
 def skeleton(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
-    """Return a network for its shapes only; values use memory only if its code reads them.
+    """Return a network of which only the shapes are used, on the meta device if possible.
 
     Raises:
         ValueError: see `build`.
     """
-    entry = network(name)  # executes a file, whose own tensors are real
+    entry = network(name)  # outside torch.device, because tensors of an executed file must be real
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             return _made(entry, classes, channels)
-    except ValueError:  # the function reads values, or fails in any case
+    except ValueError:  # the function reads values, or would fail anyway
         return _made(entry, classes, channels)
 
 
@@ -214,7 +213,7 @@ def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
         A warning if the network ends in a softmax; "" otherwise.
 
     Raises:
-        ValueError: the network raises, or has a different number of outputs.
+        ValueError: the network raises an error, or has a different number of outputs.
     """
     if name in MODELS:
         return ""
@@ -226,8 +225,8 @@ def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
         )
     if made := own.named_probabilities(outputs):
         return (
-            f"model={name} returns {made}, and the cross entropy applies softmax itself; leave out "
-            f"the softmax at the end"
+            f"model={name} returns {made}, but cross entropy applies softmax itself; remove the "
+            f"final softmax"
         )
     return ""
 
@@ -243,17 +242,17 @@ def channels_last(model: nn.Module) -> nn.Module:
 def shapes_of(
     name: str, classes: int | None = None, coverage: mpikfac.Coverage | None = None
 ) -> tuple[list[mpikfac.LayerShape], list[tuple[str, tuple[int, ...]]]]:
-    """Return a network's covered layers, and names and shapes of all other tensors that are sent.
+    """Return a network's covered layers, and the name and shape of each other tensor that is sent.
 
     Args:
-        coverage: None for the default coverage of the network.
+        coverage: None for the network's default coverage.
 
     Raises:
-        ValueError: no network has that name, the network has its own number of classes, the
-            coverage names no layer of the network, or the library rejects a module.
+        ValueError: no network has that name, the network does not take `classes`, the coverage
+            selects none of its layers, or the library rejects a module.
     """
     entry = network(name)
     if classes is not None and "classes" not in entry.takes:
-        raise ValueError(f"classes={classes} needs a function with a parameter classes, not {name}")
+        raise ValueError(f"classes={classes} needs a parameter named classes; {name} has none")
     model = skeleton(name, classes)
     return mpikfac.layers.covered_shapes(model, coverage or mpikfac.Coverage(covers=entry.covers))

@@ -1,4 +1,4 @@
-"""Create third-party networks: by a function in a file, "models.py:build", or by timm."""
+"""Create third-party networks, with a function in a file ("models.py:build") or with timm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 import mpikfac
 
 USUAL = {"classes": 10, "channels": 3}
-"""Values for required arguments of functions that nothing else sets."""
+"""Values for a function's required arguments that are not set otherwise."""
 
 
 # -- functions in files ----------------------------------------------------------------------------
@@ -35,10 +35,11 @@ def built(name: str, **numbers: int | None) -> nn.Module:
 
     Args:
         numbers: `classes` and `channels`, for functions with parameters of these names; None for
-            the function's default, or for the value in `USUAL`.
+            the function's default or, if it has none, the value in `USUAL`.
 
     Raises:
-        ValueError: the file or the function does not exist, raises, or does not return a module.
+        ValueError: the file or the function does not exist or raises an error, or the function does
+            not return a module.
     """
     build, function = function_of(name), name.rpartition(":")[2]
     parameters = inspect.signature(build).parameters
@@ -64,7 +65,7 @@ def result(name: str) -> Any:
     """Return the result of FILE.py:FUNCTION, called without arguments.
 
     Raises:
-        ValueError: the file or the function does not exist, or raises.
+        ValueError: the file or the function does not exist, or raises an error.
     """
     build = function_of(name)
     with one_line_errors(f"{name.rpartition(':')[2]}()"):
@@ -72,19 +73,19 @@ def result(name: str) -> Any:
 
 
 def takes(name: str) -> Collection[str]:
-    """Return which of `classes` and `channels` the function of FILE.py:FUNCTION takes.
+    """Return which of the arguments `classes` and `channels` FILE.py:FUNCTION takes.
 
     Raises:
-        ValueError: the file or the function does not exist, or the file raises.
+        ValueError: the file or the function does not exist, or the file raises an error.
     """
     return USUAL.keys() & inspect.signature(function_of(name)).parameters.keys()
 
 
 def covers(name: str) -> mpikfac.layers.Kinds:
-    """Return the COVERS of the file in FILE.py:FUNCTION, or the library's kinds.
+    """Return `COVERS` of the file in FILE.py:FUNCTION, by default the library's `KINDS`.
 
     Raises:
-        ValueError: the file does not exist, or raises.
+        ValueError: the file does not exist, or raises an error.
     """
     return getattr(_content(name), "COVERS", mpikfac.KINDS)
 
@@ -93,7 +94,7 @@ def function_of(name: str) -> Callable[..., Any]:
     """Return the function that FILE.py:FUNCTION names.
 
     Raises:
-        ValueError: the file or the function does not exist, or the file raises.
+        ValueError: the file or the function does not exist, or the file raises an error.
     """
     path, _, function = name.rpartition(":")
     build = getattr(_content(name), function, None)
@@ -106,7 +107,7 @@ def class_of(name: str) -> type:
     """Return the class that FILE.py:CLASS names.
 
     Raises:
-        ValueError: the file or the class does not exist, or the file raises.
+        ValueError: the file or the class does not exist, or the file raises an error.
     """
     path, _, kind = name.rpartition(":")
     found = getattr(_content(name), kind, None)
@@ -132,9 +133,9 @@ def _content(name: str) -> ModuleType:
     return _executed(path.resolve(), path.stat().st_mtime_ns)
 
 
-@cache  # a second execution would create classes that COVERS of the first does not contain
-def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a changed file is another)
-    # Annotations are looked up in the module of that name, so no other module must have it.
+@cache  # a second execution would create classes that are not in COVERS of the first
+def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a key of the cache)
+    # Annotations are looked up in `sys.modules` under this name, so it must be unique.
     name = str(path.with_suffix("")) if path.stem in sys.modules else path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -151,7 +152,7 @@ def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a change
 
 
 def of_timm(name: str, classes: int, channels: int) -> nn.Module:
-    """Return a timm network with initial weights.
+    """Return a newly initialised timm network.
 
     Raises:
         ValueError: timm cannot create the network.
@@ -184,15 +185,15 @@ def usual_of_timm(name: str) -> tuple[tuple[int, int, int], int, bool]:
 
 
 def timm() -> Any:
-    """Return the package.
+    """Return the package timm.
 
     Raises:
-        ValueError: the package, or one that timm requires, is not installed; or torchvision is of a
-            different build than torch.
+        ValueError: the package, or one that timm requires, is not installed; or torchvision is
+            from a different build than torch.
     """
     try:
         return importlib.import_module("timm")
-    except (ImportError, RuntimeError) as error:  # torchvision for CUDA next to a torch for CPUs
+    except (ImportError, RuntimeError) as error:  # such as torchvision for CUDA with torch for CPUs
         raise ValueError(
             f"model=timm:NAME needs the packages timm and torchvision: {summary(error)}; run pip "
             f"install timm {torchvision_of(str(torch.__version__))}"
@@ -202,8 +203,8 @@ def timm() -> Any:
 def torchvision_of(version: str) -> str:
     """Return pip's arguments for the torchvision that matches a version and build of torch.
 
-    Torch 2.N.M belongs to torchvision 0.(N + 15).M since 2.9. A build such as "cu128" has its own
-    index.
+    Since 2.9, torch 2.N.M requires torchvision 0.(N + 15).M. A build such as "cu128" has its own
+    package index.
     """
     public, _, build = version.partition("+")
     numbers = re.fullmatch(r"2\.(\d+)\.(\d+)", public)
@@ -217,17 +218,17 @@ def torchvision_of(version: str) -> str:
 
 
 def drawn(shape: tuple[int, ...], tokens: int | None, generator: torch.Generator) -> Tensor:
-    """Return random inputs of a model: integers below `tokens`, or float64 values if it is None."""
+    """Return random model inputs: integers below `tokens` or, if it is None, float64 values."""
     if tokens is not None:
         return torch.randint(tokens, shape, generator=generator)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the model's outputs `[batch, classes]`, or with positions after the classes.
+    """Return the model's outputs, `[batch, classes]` or `[batch, classes, *positions]`.
 
     Raises:
-        ValueError: the model raises, or returns something that cross entropy cannot use.
+        ValueError: the model raises an error, or returns something that cross entropy cannot use.
     """
     with one_line_errors(f"the model, given {list(inputs.shape[1:])},"), torch.no_grad():
         outputs = copy.deepcopy(model).train()(inputs)
@@ -238,7 +239,7 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def named_probabilities(outputs: Tensor) -> str:
-    """Return a name for outputs `[batch, classes]` that come from a softmax; "" for others."""
+    """Return "probabilities" or "log-probabilities" if `[batch, classes]` outputs are, or ""."""
     for name, shares in (("probabilities", outputs), ("log-probabilities", outputs.exp())):
         sums = shares.float().sum(1)
         if bool((shares >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=0.01):
@@ -248,7 +249,7 @@ def named_probabilities(outputs: Tensor) -> str:
 
 @contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Convert any exception of a user's code to one line.
+    """Convert any exception raised by a user's code to a one-line ValueError.
 
     Raises:
         ValueError: the code raised an exception.

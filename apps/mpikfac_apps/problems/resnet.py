@@ -1,8 +1,8 @@
 """ResNets for 32x32 pixels and for ImageNet.
 
-ResNets of depth 6n+2 are the networks of the paper's CIFAR-10 section with parameter-free shortcuts
-(option A) [He et al., CVPR 2016]. The other ResNets are the paper's ImageNet networks with the
-stride in the 3x3 convolution ("v1.5"); parameters have torchvision's names.
+ResNets of depth 6n+2 are the networks of the paper's CIFAR-10 section, with parameter-free
+shortcuts (option A) [He et al., CVPR 2016]. The other ResNets are the paper's ImageNet networks,
+with the stride in the 3x3 convolution ("v1.5") and with torchvision's parameter names.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """Return a convolution that keeps the image size (before the stride), without bias."""
+    """Return a convolution without bias, padded so that only the stride changes the image size."""
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
 class PadShortcut(nn.Module):
-    """Option A: every `stride`-th pixel, with zeros for the new channels."""
+    """An option A shortcut: every `stride`-th pixel, with zeros for the new channels."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class PadShortcut(nn.Module):
 
 
 def projection(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """Return option B: a 1x1 convolution."""
+    """Return an option B shortcut: a 1x1 convolution and a normalisation."""
     return nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
 
@@ -78,7 +78,7 @@ Shortcut = Callable[[int, int, int], nn.Module]  # of inputs, outputs and stride
 def stage(
     block: ResidualBlock, inputs: int, width: int, blocks: int, stride: int, shortcut: Shortcut
 ) -> nn.Module:
-    """Return blocks at one image size; the first one strides, with a shortcut if shapes change."""
+    """Return the blocks of a stage; the first applies the stride, and projects if shapes change."""
     outputs = width * block.expansion
     first = shortcut(inputs, outputs, stride) if stride > 1 or inputs != outputs else None
     tail = [block(outputs, width, 1, None) for _ in range(blocks - 1)]
@@ -104,7 +104,7 @@ class CifarResNet(nn.Module):
 
 
 class ImageNetResNet(nn.Module):
-    """A 7x7 stem and four stages; made for 224x224 pixels, usable from 32x32 pixels."""
+    """A 7x7 stem and four stages, designed for 224x224 pixels but usable from 32x32 pixels up."""
 
     def __init__(
         self, block: ResidualBlock, blocks: list[int], classes: int, channels: int

@@ -1,6 +1,6 @@
 """What a network learns: the targets, the loss, and the measure of success.
 
-A classifier learns the labels of images. An autoencoder learns the pixels of its own input. A
+A classifier learns the labels of images. An autoencoder learns the pixels of its input. A
 language model learns the next token of a text, and a segmenter the class of each voxel of a volume.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 Measure = Literal["accuracy", "error", "bits per byte", "dice"]
 Sums = Mapping[str, Callable[[Tensor, Tensor], Tensor]]
-"""Measures by name, each as the sum over the examples of outputs and targets."""
+"""Functions by name that take outputs and targets and return a measure summed over examples."""
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,22 @@ class Task:
     Attributes:
         learns: the part of a data set that the network learns.
         loss_name: the name of the loss in `KFAC.record`.
-        loss: returns the mean loss of outputs and targets.
-        targets: returns the targets of inputs and labels: `[n, channels, h, w]` and `[n]` for
-            images, or `[n, classes]` for mixed images; or windows of tokens `[n, positions]` and
-            the next tokens `[n, positions]`; or volumes and classes `[n, d, h, w]`.
+        loss: returns the mean loss, given outputs and targets.
+        targets: returns the targets, given inputs and labels: images `[n, channels, h, w]` and
+            labels `[n]` (`[n, classes]` for mixed images), windows of tokens `[n, positions]` and
+            the next tokens `[n, positions]`, or volumes and classes `[n, d, h, w]`.
         measure: the name of the measure. Higher is better for accuracy and the Dice coefficient,
             lower for the error and bits per byte.
-        measured: returns the sum of the measure over the examples of outputs and targets; or the
-            sums of the values from which the measure is computed.
-        inputs: the network takes "tokens", pixels between 0 and 1 ("unit"), or pixels with mean 0
-            and variance 1 ("normal").
-        dimensions: the number of dimensions of an example's positions over which the loss averages;
-            0 if an example has a single loss.
+        measured: returns, given outputs and targets, the measure summed over examples, or the sums
+            of the values from which the measure is computed.
+        inputs: what the network takes: "tokens", pixels between 0 and 1 ("unit"), or pixels with
+            mean 0 and variance 1 ("normal").
+        dimensions: the number of dimensions within an example over which the loss averages, such as
+            1 for a text and 3 for a volume; 0 if an example has a single loss.
         further: other quantities that a test measures, by name.
-        per_class: the number of values per class from which the measure is computed; 0 if it is a
-            mean itself.
-        value: returns the measure, from the means of its values over all examples.
+        per_class: the number of values per class from which the measure is computed; 0 if the
+            measure itself is a mean.
+        value: returns the measure, given the means of its values over all examples.
     """
 
     learns: Literal["labels", "pixels", "text", "voxels"]
@@ -60,7 +60,7 @@ class Task:
     value: Callable[[Sequence[float]], float] = itemgetter(0)
 
     def tests(self, classes: int) -> Sums:
-        """Return what a test measures, by name, as sums over images; the measure comes first.
+        """Return the functions whose sums a test computes, by name; the measure comes first.
 
         Args:
             classes: the number of classes; top-5 accuracy needs more than 5 classes.
@@ -74,7 +74,7 @@ class Task:
         return self.per_class * classes or 1
 
     def better(self, value: float, than: float) -> bool:
-        """Return whether a value of the measure is better than another; NaN is not."""
+        """Return whether a value of the measure is better than another; NaN never is."""
         return value > than if self.measure in ("accuracy", "dice") else value < than
 
 
@@ -87,8 +87,8 @@ def right(scores: Tensor, labels: Tensor) -> Tensor:
     """Return the number of images whose label has the largest score.
 
     Args:
-        labels: `[n]`; or the weights of the classes in mixed images, `[n, classes]`: an image
-            counts with the weight of the class with the largest score.
+        labels: `[n]`; or, for mixed images, the weights of the classes, `[n, classes]`: an image
+            then counts with the weight of the class that has the largest score.
     """
     best = scores.argmax(1)
     if labels.is_floating_point():
@@ -107,30 +107,31 @@ def pixels_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all
 
 
 def squared_error(logits: Tensor, pixels: Tensor) -> Tensor:
-    """Return the sum of squared errors of all pixels `[n, pixels]`."""
+    """Return the sum of the squared errors of all pixels; both tensors are `[n, pixels]`."""
     return (logits.sigmoid() - pixels).square().sum()
 
 
 def classes_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all targets)
-    """Return bytes as the classes of a cross entropy."""
+    """Return labels stored as bytes in the int64 form that cross entropy expects."""
     return labels.long()
 
 
 def bits(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Return the bits per token `[n, positions]`, averaged over positions, summed over windows.
+    """Return the bits per token, averaged over positions and summed over windows.
 
     Args:
         scores: `[n, classes, positions]`.
+        tokens: `[n, positions]`.
     """
     positions = tokens.shape[1]
     return F.cross_entropy(scores, tokens, reduction="sum") / (positions * math.log(2))
 
 
 def overlaps(scores: Tensor, classes: Tensor) -> Tensor:
-    """Return counts of voxels by class `[2 * classes]`, summed over volumes, for `dice`.
+    """Return counts of voxels per class `[2 * classes]`, summed over volumes, for `dice`.
 
-    With A the voxels where a class has the largest score, and B the voxels of the class, the counts
-    are |A and B| for every class, then |A| + |B| for every class.
+    Let A be the voxels where a class has the largest score, and B the voxels of the class. The
+    counts are |A and B| for every class, then |A| + |B| for every class.
 
     Args:
         scores: `[n, classes, d, h, w]`.
@@ -142,7 +143,7 @@ def overlaps(scores: Tensor, classes: Tensor) -> Tensor:
 
 
 def dice(means: Sequence[float]) -> float:
-    """Return the Dice coefficient 2 |A and B| / (|A| + |B|), the mean over classes above 0.
+    """Return the Dice coefficient 2 |A and B| / (|A| + |B|), averaged over all classes but 0.
 
     All volumes are treated as one. A class with no voxels in A or B is ignored.
 

@@ -1,4 +1,4 @@
-"""Transformer blocks of separate linear layers, for K-FAC, and a small vision transformer."""
+"""Transformer blocks made of linear layers, which K-FAC covers, and a small vision transformer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention and two linear layers, each after a normalisation and with a shortcut."""
+    """Attention, then two linear layers; both parts are pre-norm and have a shortcut."""
 
     def __init__(self, width: int, heads: int, hidden: int, causal: bool = False) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class EncoderBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """A transformer on patches that classifies their mean token [Beyer et al. 2022]."""
+    """A transformer on image patches that classifies their mean token [Beyer et al. 2022]."""
 
     def __init__(
         self, classes: int, channels: int, size: int, patch: int, width: int, depth: int, heads: int

@@ -1,6 +1,7 @@
-"""Select the images of a rank: its part of each batch, their order and augmentation.
+"""Select a rank's part of each batch, and the order and augmentation of the images.
 
-`Batches` holds whole tensors, and `FileBatches` reads images from files, with the same methods.
+`Batches` holds all images in memory, and `FileBatches` reads them from files; both have the same
+methods.
 
 Order and augmentation depend only on (seed, epoch, position in the epoch). The global batches are
 the same for every number of ranks, and each rank gets a contiguous part of every batch.
@@ -27,8 +28,8 @@ from mpikfac_apps.problems.datasets import Dataset
 from mpikfac_apps.training.augmentation.moves import Augmentation, augmented
 from mpikfac_apps.training.calendar import Calendar
 
-SEEN = 1024  # for images in files: how many are used for the mean and variance of pixels
-ROOM = 128  # the minimum capacity for images in files, for any batch size
+SEEN = 1024  # for images in files: the number used for the mean and variance of pixels
+ROOM = 128  # the minimum capacity, in images, of a reader of files
 WORKERS = 2  # processes per rank
 
 
@@ -38,9 +39,9 @@ def mixed(*numbers: int) -> int:
 
 
 class Normalise:
-    """Convert bytes to floats with mean 0 and variance 1 per channel over the given images.
+    """Convert pixels to floats that have mean 0 and variance 1 per channel over the given images.
 
-    Mixed images can be means of bytes, in float32.
+    Inputs can be bytes or, for mixed images, means of bytes in float32.
 
     Args:
         images: bytes `[n, channels, h, w]`, or volumes, in one or several tensors.
@@ -63,7 +64,7 @@ class Normalise:
 
 
 def counted(images: Tensor) -> Tensor:
-    """Count the pixels of each channel with each of the 256 levels, `[channels, 256]`."""
+    """Return how many pixels of each channel have each of the 256 values, `[channels, 256]`."""
     channels = images.unbind(1)
     return torch.stack([torch.bincount(pixels.flatten(), minlength=256) for pixels in channels])
 
@@ -77,7 +78,7 @@ class EpochDraws(NamedTuple):
     """The random draws for an epoch: the order of the images, and the shifts of the augmentation.
 
     Attributes:
-        order: the indices of the images, in the order of the epoch.
+        order: the indices of the images, in the order in which the epoch uses them.
         moves: `top`, `left` and `mirror` of `augmented`, by position in the epoch; empty without
             augmentation.
     """
@@ -93,10 +94,10 @@ class Batches:
     Args:
         images: all training images, bytes `[n, channels, h, w]`.
         labels: int64 `[n]`.
-        batch: the number of images per step on all ranks together, possibly by epoch; a multiple of
-            `ranks`.
-        augment: how images are shifted over black pixels and mirrored; None for neither.
-        tested: images and labels of the rank's part of the test set, like `images` and `labels`.
+        batch: the number of images per step on all ranks together, constant or by epoch; a multiple
+            of `ranks`.
+        augment: how images are shifted, with black borders, and mirrored; None for neither.
+        tested: the images and labels of the rank's part of the test set.
 
     Attributes:
         calendar: the steps of every epoch.
@@ -184,15 +185,15 @@ class Batches:
 
 
 class FileBatches:
-    """Like `Batches`, for images in files, which processes of the rank decode in advance.
+    """Like `Batches`, but for images in files, which worker processes of the rank decode.
 
-    Several batches are decoded in advance, so that a slow image or process does not delay a step.
+    Several batches are decoded in advance, so a slow image or process does not delay a step.
 
     Args:
         listing: the list of images.
-        batch: the number of images per step on all ranks together, possibly by epoch; a multiple of
-            `ranks`.
-        data: augmentation, number of processes, and how many broken images can be replaced.
+        batch: the number of images per step on all ranks together, constant or by epoch; a multiple
+            of `ranks`.
+        data: the augmentation, the number of processes, and how many broken images are replaced.
 
     Attributes:
         calendar: the steps of every epoch.
@@ -217,7 +218,7 @@ class FileBatches:
         workers = WORKERS if data.workers is None else data.workers
         self._reader = ImageReader(listing.size, room, workers, data.max_broken_images or 0)
         self._epoch, self._order = -1, torch.empty(0)
-        self._ahead: deque[tuple[int, int, DecodeRequest]] = deque()  # with epoch and index
+        self._ahead: deque[tuple[int, int, DecodeRequest]] = deque()  # (epoch, index, request)
 
     def per_rank(self, epoch: int) -> int:
         """Return the number of images in a rank's part of a batch."""
@@ -226,10 +227,10 @@ class FileBatches:
     def get(self, epoch: int, index: int) -> tuple[Tensor, Tensor]:
         """Return images (bytes) and labels of the rank's part of batch `index` of `epoch`.
 
-        The processes start decoding another batch.
+        The worker processes start to decode another batch.
 
         Raises:
-            UserError: an image is broken and must not be replaced.
+            UserError: an image is broken and may not be replaced.
         """
         if not self._ahead or self._ahead[0][:2] != (epoch, index):
             self._ahead.clear()
@@ -301,14 +302,14 @@ class FileBatches:
         self._reader.share_broken(comm)
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the worker processes."""
         self._reader.close()
 
 
 def make_batches(
     data: Dataset | Listing, options: Options, device: torch.device, rank: int, ranks: int
 ) -> Batches | FileBatches:
-    """Return the batches of a rank, for images in memory or in files.
+    """Return a rank's batches, for images in memory or in files.
 
     Raises:
         ValueError: the network requires images of a different size.
@@ -338,7 +339,7 @@ def make_batches(
 
 
 def share(images: Tensor, labels: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Return a rank's contiguous part for evaluation; the parts contain every image once."""
+    """Return a rank's contiguous part of a data set; the ranks' parts contain every image once."""
     positions = slice(*bounds(len(images), rank, ranks))
     return images[positions], labels[positions]
 

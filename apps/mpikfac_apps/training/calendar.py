@@ -1,4 +1,4 @@
-"""The steps of every epoch of a run, whose batch size can change with the epoch."""
+"""The steps of every epoch of a run; the batch size can change from epoch to epoch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Calendar:
 
     Attributes:
         images: the number of training images.
-        batch: the number of images per step on all ranks together; at most `images`.
+        batch: the number of images per step on all ranks together, constant or by epoch; at most
+            `images`.
     """
 
     images: int
@@ -71,9 +72,9 @@ class Calendar:
         return span.epoch + (step - span.step) / span.steps
 
     def clock(self, step: int) -> int:
-        """Return the step with the same number of epochs in a run with the batch size of epoch 0.
+        """Convert a step to the step at the same epoch of a run with epoch 0's batch size.
 
-        Learning rate schedules use it, so that they depend on epochs, not on the batch size.
+        Learning rate schedules use the result, so they depend on epochs, not on the batch size.
         """
         span, steps = self._of(step), self.spans[0].steps
         return span.epoch * steps + (step - span.step) * steps // span.steps

@@ -1,4 +1,4 @@
-"""Estimate the size of a checkpoint, and report what another preconditioner can use of it."""
+"""Estimate the size of a checkpoint, and report which parts another preconditioner can use."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KINDS = {
     "lengths of rows": ("kfac/rows/",),
     "momenta": (MOMENTA,),
 }
-"""The states of preconditioners: descriptions, and prefixes of the items' names."""
+"""The states of preconditioners: their descriptions, and the prefixes of their items' names."""
 
 
 def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
     """Estimate the size of a checkpoint in MB: weights, momentum, packed factors, bases, scales.
 
     Args:
-        tensors_per_weight: the number of values per weight: the weight itself and its averages.
+        tensors_per_weight: the number of values stored per weight: the weight and its averages.
     """
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
@@ -40,7 +40,7 @@ def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
 def carried(
     comm: mpikfac.comm.Comm, trainer: mpikfac.KFAC, items: Mapping[str, Any]
 ) -> tuple[str, str, str]:
-    """Describe what is continued, restarted and dropped after a change of the preconditioner.
+    """Describe which states are continued, restarted or dropped if the preconditioner changes.
 
     Collective over: comm.
 
@@ -59,17 +59,17 @@ def carried(
 
 
 def _kinds(names: Collection[str]) -> set[str]:
-    """Return descriptions of the kinds of K-FAC's items among `names`."""
+    """Return the descriptions of the K-FAC states to which the items `names` belong."""
     return {
         word for word, prefixes in KINDS.items() if any(name.startswith(prefixes) for name in names)
     }
 
 
 def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
-    """Check that the momentum in a state is of the kind that the options select.
+    """Check that a checkpoint has the kind of momentum that the options select.
 
-    The kinds are momentum of gradients and of directions. `KFAC.load_state_dict` raises errors for
-    the same states, but does not name the options.
+    Momentum is applied either to gradients or to directions. `KFAC.load_state_dict` rejects the
+    same states, but its errors do not name the options.
 
     Args:
         items: the items of a checkpoint.
@@ -88,6 +88,6 @@ def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
         if now and of_group and items[name]:
             raise ValueError(
-                f"it has momentum={items[name]} for directions, but none for gradients; continue "
-                f"with kfac.momentum_of=directions"
+                f"it contains momentum of directions (momentum={items[name]}), but none of "
+                f"gradients; continue with kfac.momentum_of=directions"
             )

@@ -24,12 +24,12 @@ log = logging.getLogger("mpikfac.train")
 
 @dataclass(frozen=True)
 class Restart:
-    """Where a run starts, and what a restart keeps from the first start.
+    """Where a run starts, and what it keeps from its first start.
 
     Attributes:
         options: the options of this start, with the values that a restart must keep.
-        ranks: the number of ranks of the first start; a restart on a different number keeps batch
-            and learning rate.
+        ranks: the number of ranks of the first start; a restart with a different number keeps batch
+            size and learning rate.
         checkpoint: the checkpoint to resume from; None at step 0.
         images: the checksums of the images that the checkpoint contains.
     """
@@ -41,11 +41,11 @@ class Restart:
 
     @property
     def last_step(self) -> int:
-        """The last step that was taken; also 0 before the first step."""
+        """The last step that was taken, or 0 if there was none."""
         return max(0, self.checkpoint.step - 1) if self.checkpoint else 0
 
     def report_carried(self, comm: mpikfac.comm.Comm, trainer: object) -> None:
-        """Log which state of another preconditioner is used, after the trainer has loaded it.
+        """Log which parts of another preconditioner's state are used, after they have been loaded.
 
         Collective over: comm.
         """
@@ -55,7 +55,7 @@ class Restart:
         now = settings.about_run(self.options, comm.size)["settings"]
         if before.get(settings.PRECONDITIONER, ...) not in (..., now[settings.PRECONDITIONER]):
             log.info(
-                "another preconditioner: continued: %s; restarted: %s; dropped: %s",
+                "the preconditioner has changed; continued: %s; restarted: %s; dropped: %s",
                 *carried.carried(comm, trainer, self.checkpoint),
             )
 
@@ -63,7 +63,7 @@ class Restart:
 def find_restart(world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Options) -> Restart:
     """Return where the run starts, with the options that a restart must keep.
 
-    The log lists all options that change.
+    All options that differ from the checkpoint's are logged.
 
     Collective over: world.
 
@@ -84,7 +84,11 @@ def find_restart(world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Opt
         options = settings.follow(options, saved, comm.size)
         images = {key: saved[key] for key in CHECKSUMS if key in saved}
         if (threads := torch.get_num_threads()) != saved["threads"]:
-            log.info("threads=%d at first, now %d: rounding may differ", saved["threads"], threads)
+            log.info(
+                "the run was started with threads=%d, now %d: rounding may differ",
+                saved["threads"],
+                threads,
+            )
         before = settings.of_saved(saved, checkpoint.path)
         _report(checkpoint, before, resolved(options, comm.size))
     return Restart(replace(options, batch_per_rank=None), saved["ranks"], checkpoint, images)
@@ -99,6 +103,6 @@ def _report(
     if checkpoint.writer not in ("", version := f"mpikfac {metadata.version('mpikfac')}"):
         log.info("the checkpoint was written by %s; this is %s", checkpoint.writer, version)
     if before is None:
-        log.info("the checkpoint has no settings: options that are not set have their defaults")
+        log.info("the checkpoint has no settings: options that are not set take their defaults")
     elif words := settings.changes(before.resolved, flattened(now)):
         log.info("step %d: changed since the checkpoint: %s", checkpoint.step, words)

@@ -52,13 +52,13 @@ class Run(Loop):
         team: the ranks that train one network together.
 
     Attributes:
-        begun_on: the number of ranks of the run's first start.
+        begun_on: the number of ranks at the run's first start.
         problem: the data, the loss and the test.
         timetable: what is due after each step.
         prepared: the network, with its frozen and split layers.
         model: the network itself.
         training: the trainer, and what the run needs from its kind of training.
-        average: the average of the network's weights, if tests use it.
+        average: the average of the network's weights, if tests use it; otherwise None.
         best: the best test so far.
         recording: the steps whose stages are recorded.
     """
@@ -76,7 +76,7 @@ class Run(Loop):
     ) -> None:
         comm = team.trains
         early_log = run_directory.start_log(groups.writer(options)) if comm.rank == 0 else None
-        restart = find_restart(world, comm, options)  # not kept: it holds the checkpoint's bytes
+        restart = find_restart(world, comm, options)  # not stored: it holds the checkpoint's bytes
         options, self.begun_on = restart.options, restart.ranks
         self.team = team
         self.problem = problem = Problem(comm, options, place.device, restart.images)
@@ -93,7 +93,7 @@ class Run(Loop):
         self.average = Average(self.model, options.ema_decay) if options.ema_decay else None
         self.best = best.Best(problem.task)
         self._first_loss = math.nan  # this rank's first loss after this start
-        numbers = problem.task.numbers(problem.classes)  # number of values per measure
+        numbers = problem.task.numbers(problem.classes)  # from which the measure is computed
         super().__init__(
             *(comm, options, guard, self.training.trainer),
             steps=self.timetable.steps,
@@ -149,7 +149,7 @@ class Run(Loop):
         self.training.adapt(mean_loss, lambda: self._loss_after(step, first, parts))
 
     def _loss_after(self, step: int, first: int, parts: Sequence[tuple[Tensor, Tensor]]) -> float:
-        """Return the loss on the step's images after the step, keeping running statistics."""
+        """Return the loss on the step's images after the step, without changing statistics."""
         problem, losses = self.problem, []
         statistics = [buffer.clone() for buffer in self.model.buffers()]
         with self.trainer.trace.stage("forward"), torch.no_grad():
@@ -161,11 +161,11 @@ class Run(Loop):
         return torch.stack(losses).mean().item()
 
     def _seed(self, step: int, number: int) -> None:
-        """Seed each part of a batch, so that checkpoints need no random number generator state."""
+        """Set the seed for part of a batch, so that checkpoints need no generator state."""
         torch.manual_seed(batches.mixed(self.options.seed, step, number))
 
     def _pass(self, images: Tensor, labels: Tensor, share: float) -> Tensor:
-        """Return the mean loss after a forward and backward pass; `share` scales gradients."""
+        """Run a forward and a backward pass; return the mean loss. `share` scales the gradients."""
         problem, stage = self.problem, self.trainer.trace.stage
         with stage("forward"):
             outputs, targets = problem.outputs(self.model, images, labels)
@@ -182,16 +182,16 @@ class Run(Loop):
         return self.timetable.epochs(steps)
 
     def call_meeting(self) -> None:
-        """Let this rank's votes reach all clients; not collective."""
+        """Send this rank's votes to all clients; not collective."""
         self.training.call_meeting()
 
     def asked(self, votes: list[int]) -> list[int]:
-        """Return the sums of votes over the ranks of all groups."""
+        """Return the votes summed over the ranks of all groups."""
         return self.training.asked(votes)
 
     @property
     def shows_progress(self) -> bool:
-        """Whether this rank shows the progress of the run: only the first group does."""
+        """Whether this rank shows the progress of the run; only rank 0 of the first group does."""
         return self.training.everyone.rank == 0
 
     def close(self) -> None:
@@ -204,16 +204,16 @@ class Run(Loop):
     # -- records ---------------------------------------------------------------------------------
 
     def report(self) -> None:
-        """Write a row about the steps since the last row, and warn if the loss has grown."""
+        """Write a row of metrics for the steps since the last row; warn if the loss has grown."""
         super().report()
         self._compare_with_first(self.meter.loss)
 
     def numbers(self) -> dict[str, float]:
-        """Return the training's metrics, with troubles and decompositions; not collective."""
+        """Return the training's metrics, troubles and decompositions included; not collective."""
         numbers = self.training.numbers()
         if self.votes.troubles:
             numbers["troubles"] = self.votes.troubles
-        # Without a tolerance, the options determine the number of decompositions.
+        # Without a tolerance, the number of decompositions follows from the options.
         if self.trainer.plan.strategy.refresh.tolerance and self.trainer.combined:
             numbers["decompositions"] = self.votes.decompositions()
         return numbers
@@ -245,7 +245,7 @@ class Run(Loop):
         self.problem.batches.share_broken(self.comm)
 
     def _test(self, text: str, **numbers: float) -> None:
-        """Test the network, write the results to a row and the log, and keep the best weights."""
+        """Test the network, write the results as a row and to the log; keep the best weights."""
         problem, model = self.problem, self.model
         if self.average:
             model = problem.averaged_model(self.average)
@@ -274,7 +274,7 @@ class Run(Loop):
         return patience is not None and self.best.since >= patience
 
     def _compare_with_first(self, loss: float) -> None:
-        """Warn once if the loss has grown; this also works without a log interval."""
+        """Warn once if the loss has grown far above the first one."""
         if self.record and loss > GROWTH * self._first_loss > 0:
             log.warning(
                 "the loss is %s after step %d, but was %s at first; try a smaller lr than %s",
@@ -284,7 +284,7 @@ class Run(Loop):
             self._first_loss = math.inf  # one warning is enough
 
     def summary(self) -> str:
-        """Return a line about the network, the ranks and the steps; not collective."""
+        """Return a line that describes the network, the ranks and the steps; not collective."""
         options = self.options
         link = self.team.intercomm
         tensors = self.training.tensors_per_weight + (self.average is not None)
@@ -301,12 +301,12 @@ class Run(Loop):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the rank's part of the trainer's state, and the averaged weights."""
+        """Return this rank's part of the trainer's state, and the averaged weights."""
         average = self.average.state() if self.average else {}
         return super().state() | self.training.state() | average
 
     def about(self) -> dict[str, Any]:
-        """Return the options of the run, its first start, and the checksums of the images."""
+        """Return the run's options, how it was first started, and the checksums of the images."""
         about = settings.about_run(self.options, self.comm.size)
         about |= {"ranks": self.begun_on, "threads": torch.get_num_threads()}
         return about | self.problem.checksums
@@ -316,7 +316,7 @@ class Run(Loop):
         return self.best.state()
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a `state`; hyperparameters that are options keep the values of the options."""
+        """Load a `state`, except for hyperparameters that the options set."""
         items: Mapping[str, Any] = checkpoint  # an item's name determines its type
         carried.check_momentum(self.options, items)
         numbers = decays_and_momenta(self.trainer.optimizer)
@@ -326,6 +326,6 @@ class Run(Loop):
         if self.average and AVERAGED in items:
             self.average.load(items)
         elif self.average:
-            log.info("the checkpoint has no average of the weights; the average begins now")
+            log.info("the checkpoint has no averaged weights; averaging starts now")
         if self.options.resume == "auto":
             self.best.load(items)

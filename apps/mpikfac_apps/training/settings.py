@@ -32,12 +32,12 @@ from mpikfac_apps.text import is_own
 OF_A_START = (
     *("run_dir", "resume", "max_steps", "max_time", "shrink", "trace_steps", "device", "threads"),
 )
-"""Options of a single start, whose values are not kept for later ones."""
+"""Options that apply to a single start only; later starts do not keep their values."""
 OF_CODE = ("model", "data.name", "metrics")
 """Options whose values can name a file to execute."""
 
 CHOOSES = ("optimizer", "strategy")
-"""Options that choose an algorithm, besides the types of joints."""
+"""Options that choose an algorithm, in addition to those that choose a type."""
 
 PRECONDITIONER = "kfac.preconditioner.type"
 
@@ -60,9 +60,9 @@ class RunSettings:
 def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     """Return the checked options; a resumed run keeps the saved value of an option that is not set.
 
-    A choice that was left open stays as the checkpoint's version made it, unless it depends on an
-    option that changes. If the preconditioner changes, the defaults of the previous one are dropped
-    as well.
+    If the first start left a choice to the program, the checkpoint's choice is kept unless it
+    depends on an option that changes. If the preconditioner changes, the defaults of the previous
+    one are dropped.
 
     Raises:
         ValueError: an option is invalid; the one-line message states key, value and allowed values.
@@ -76,7 +76,7 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     left = ["batch"] if named.batch_per_rank else []  # see `follow`
     try:
         read = TRAIN.read(argv, kept_of(before.given, left))
-        _check_code(flat(read), flat(named))  # first, as checking options executes the files
+        _check_code(flat(read), flat(named))  # first, because checking options executes files
         left += _usual_before(before, read, ranks)
         kept = kept_of(before.given, left)
         options = parse(argv, ranks, kept)
@@ -98,7 +98,7 @@ def _checkpoint(options: Options) -> Path | None:
 
 
 def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str, Any]:
-    """Return the options of a run that a start keeps, except those in `left`."""
+    """Return the options of a run that a resumed run keeps, except those in `left`."""
     known = possible(Options)
     of_types = tuple(f"{leaf.name}." for leaf in known.values() if leaf.joint)
     gone = {*OF_A_START, *left}
@@ -110,7 +110,7 @@ def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str,
 
 
 def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str]:
-    """Return the options that have the defaults of the previous preconditioner, if it changes."""
+    """Return the options set to defaults of the previous preconditioner, if it changes."""
     preconditioner = before.resolved.get(PRECONDITIONER)
     if (
         preconditioner not in named_types(Preconditioner)
@@ -125,7 +125,7 @@ def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str
 def _pinned(
     before: RunSettings, kept: Mapping[str, Any], options: Options, ranks: int
 ) -> dict[str, Any]:
-    """Return choices that the checkpoint's run left open, and that this version would change.
+    """Return the saved values of choices that this version would make differently.
 
     Files that the checkpoint names are not executed: options that name code are taken from
     this start.
@@ -134,7 +134,7 @@ def _pinned(
     code = {key: given[key] for key in OF_CODE}
     try:
         usual = flattened(resolved(parse([], ranks, {**kept, **code}), ranks))
-    except ValueError:  # this start corrects values that the ranks or the version do not allow
+    except ValueError:  # saved values that this start replaces may be invalid here
         return {}
     now = flattened(resolved(options, ranks))
     # A different type has different options.
@@ -148,7 +148,7 @@ def _pinned(
 
 
 def _check_groups(before: RunSettings, options: Options) -> None:
-    """Check that the number of groups is unchanged: a group continues with its peers' weights."""
+    """Check that the number of groups is unchanged, because groups resume with peers' weights."""
     groups, saved = options.codistillation.groups, before.given.get("groups", 1)
     if groups != saved:
         raise ValueError(f"groups={groups} must be {saved}, as in the run that is continued")
@@ -181,7 +181,7 @@ def of_checkpoint(path: Path) -> RunSettings | None:
     """
     try:
         saved = saved_run(mpikfac.checkpoint.read_checkpoint(path))
-    except (mpikfac.UserError, ValueError):  # training reports it, or uses an older checkpoint
+    except (mpikfac.UserError, ValueError):  # training will report this, or use an older checkpoint
         saved = {}
     return of_saved(saved, path)
 
@@ -203,7 +203,7 @@ def of_saved(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
 
 
 def _given(of_run: Mapping[str, Any], left_open: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options as given: null for those left open, whose types have no options."""
+    """Return the options as given: null for those left open, without their types' options."""
     of_types = tuple(key.removesuffix(TYPE) for key in left_open if key.endswith(f".{TYPE}"))
     chosen = {key: value for key, value in of_run.items() if not key.startswith(of_types)}
     return {**chosen, **left_open}
@@ -212,8 +212,8 @@ def _given(of_run: Mapping[str, Any], left_open: Mapping[str, Any]) -> dict[str,
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the options that differ between two starts, as "lr 0.1 -> 0.05, ...".
 
-    Options that choose an algorithm come first. Options that only one of the two starts has,
-    because they belong to its choices, are only counted.
+    Options that choose an algorithm come first. Options that only one of the two starts has are
+    counted, but not listed.
     """
     keys = [key for key in {**now, **before} if key not in OF_A_START]
     differing = [k for k in keys if k in before and k in now and before[k] != now[k]]
@@ -229,7 +229,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def about_run(options: Options, ranks: int) -> dict[str, Any]:
-    """Return the description of a run's options for its checkpoints.
+    """Return the description of a run's options that its checkpoints contain.
 
     Args:
         ranks: the number of ranks that train.
@@ -241,7 +241,7 @@ def about_run(options: Options, ranks: int) -> dict[str, Any]:
 
 
 def identity(options: Options) -> dict[str, Any]:
-    """Return the options that define what step numbers and weights mean; restarts keep them."""
+    """Return the options that determine the meaning of steps and weights; restarts keep them."""
     chosen = dataclasses.asdict(options.data)
     for free in ("path", "test_images", "workers", "max_broken_images", "cache"):
         del chosen[free]
@@ -256,7 +256,7 @@ def identity(options: Options) -> dict[str, Any]:
 
 
 def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
-    """Return the description of its run that a checkpoint contains.
+    """Return a checkpoint's description of its run.
 
     Raises:
         ValueError: the item has an unexpected form.
@@ -294,7 +294,7 @@ def check_images(before: Mapping[str, Any], now: Mapping[str, int]) -> None:
 
 
 def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
-    """Return the options with the batch of the saved run.
+    """Return the options with the batch size of the saved run.
 
     Raises:
         ValueError: the options differ, or the batch is not a multiple of the number of ranks.
@@ -317,12 +317,14 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
         )
     if requested_batch != batch or (options.scale_lr and began_on != ranks):
         scaled = f", lr scaled for {began_on}" if options.scale_lr else ""
-        log.info("first started with ranks=%d; kept: batch=%s%s", began_on, batch, scaled)
+        log.info(
+            "the run was first started with ranks=%d; it keeps batch=%s%s", began_on, batch, scaled
+        )
     return options
 
 
 def in_words(batch: int | ByEpoch) -> int | str:
-    """Return a batch as stored in checkpoints: a number, or numbers by epoch as text."""
+    """Return a batch size as checkpoints store it: an int, or, if it varies by epoch, a string."""
     return str(batch) if isinstance(batch, ByEpoch) else batch
 
 

@@ -18,7 +18,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
-    """Return the remaining ranks, and the options for their new start.
+    """Return the remaining ranks, and the options with which they start again.
 
     The state in memory is written as a checkpoint if it is complete. Otherwise, the ranks resume
     from the last checkpoint.
@@ -40,7 +40,7 @@ def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
     root, checkpoint = checkpoints.root(run.options), None
     if left.rank == 0:
         checkpoint = mpikfac.checkpoint.latest_checkpoint(root)
-    anew = run.options.resume == "never"  # in the same directory
+    anew = run.options.resume == "never"  # the run continues in its directory
     resume = "auto" if left.bcast(checkpoint) or anew else run.options.resume
     return left, dataclasses.replace(run.options, resume=resume)
 
@@ -49,8 +49,8 @@ def save_what_is_left(run: Run) -> None:
     """Write a checkpoint if the remaining ranks have the complete state of a step.
 
     The lowest step of all ranks is written, because ranks at a later step may have used the output
-    of a broken collective. Items on several ranks are compared; a single surviving rank has nothing
-    to compare.
+    of a broken collective. Items that several ranks hold are compared, so a single surviving rank
+    writes nothing.
 
     Collective over: run.comm.
     """

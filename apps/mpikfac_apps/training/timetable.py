@@ -1,4 +1,4 @@
-"""Determine what is due after each step: epochs, tests, checkpoints of clients, and the end."""
+"""Determine what is due after each step: epochs, tests, clients' checkpoints, and the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Timetable:
     """
 
     def __init__(self, calendar: Calendar, options: Options, ranks: int) -> None:
-        """Take the epochs from the calendar, for a run that was first started on `ranks` ranks."""
+        """Create the timetable of a run that was first started on `ranks` ranks."""
         self._calendar, self._options = calendar, options
         self._rate = learning_rate(options, calendar.at(0).steps, ranks)
         self.steps = min(calendar.first(options.epochs), options.max_steps or sys.maxsize)
@@ -27,19 +27,19 @@ class Timetable:
         return self._calendar.place(step)
 
     def batch(self, step: int) -> int:
-        """Return the number of images of a step, on all ranks together."""
+        """Return the number of images in a step, on all ranks together."""
         return self._calendar.at(self.place(step)[0]).batch
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step."""
+        """Return the learning rate in a step."""
         return self._rate(self._calendar.clock(step))
 
     def epochs(self, steps: int) -> float:
-        """Return the epochs after `steps` steps; 2.5 is the middle of the third epoch."""
+        """Return the number of epochs in `steps` steps; 2.5 is the middle of the third epoch."""
         return self._calendar.epochs(steps)
 
     def ended_epoch(self, steps: int) -> int | None:
-        """Return the number of epochs if one ends after `steps` steps, otherwise None."""
+        """Return the number of finished epochs if one ends after `steps` steps, otherwise None."""
         epoch, index = self.place(steps - 1)
         return epoch + 1 if index + 1 == self._calendar.at(epoch).steps else None
 
@@ -48,7 +48,7 @@ class Timetable:
         return self.ended_epoch(steps) is not None or _due(self._options.eval_steps, steps)
 
     def test_of_epoch_due(self, epochs: int) -> bool:
-        """Return whether a test is due after `epochs` epochs."""
+        """Return whether a test is due at the end of an epoch, after `epochs` epochs."""
         return epochs % self._options.eval_every == 0 or epochs == self._options.epochs
 
     def meeting_due(self, steps: int) -> bool:
@@ -56,7 +56,7 @@ class Timetable:
         return _due(self._options.checkpoint_every, steps)
 
     def words(self) -> str:
-        """Return the number of steps per epoch as text, with changes during the run."""
+        """Return the number of steps per epoch, and how it changes during the run, as text."""
         return ", then ".join(str(span.steps) for span in self._calendar.spans)
 
 

@@ -1,7 +1,7 @@
 """Record the stages of some steps of a run, and write them to files after the last one.
 
-RUN/trace.json.gz opens in https://ui.perfetto.dev or chrome://tracing; RUN/stages.json contains
-means.
+RUN/trace.json.gz can be opened in https://ui.perfetto.dev or chrome://tracing; RUN/stages.json
+contains mean times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.text import table
 from mpikfac_apps.training.parts.trainings import Training
 
-WARM_UP = 2  # steps at the start, with cold memory and caches
+WARM_UP = 2  # steps not recorded at the start, because memory and caches are still cold
 
 log = logging.getLogger("mpikfac.train")
 
@@ -48,11 +48,11 @@ class Recording:
         self.chosen = range(begin, min(begin + count, last))
         self._steps: dict[int, tuple[float, float]] = {}
         if count and not self.chosen and comm.rank == 0:
-            log.warning("trace_steps=%d: no step is left after %d warm-up steps", count, WARM_UP)
+            log.warning("trace_steps=%d: no steps are left after %d warm-up steps", count, WARM_UP)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Record the body if the step is to be recorded."""
+        """Record the body of the with statement if the step is one of `chosen`."""
         if step not in self.chosen:
             yield
             return
@@ -63,7 +63,7 @@ class Recording:
         self._steps[step] = start, time.perf_counter()
 
     def write(self) -> None:
-        """Write the recorded steps once, and time their messages in isolation.
+        """Write the recorded steps, once, and time their messages in isolation.
 
         Collective over: world.
         """
@@ -97,9 +97,7 @@ class Recording:
             lines = table(mpikfac.timeline.collective_table(means["collectives"]))
             log.info("messages of these steps, in ms:\n%s", "\n".join(lines))
         if _steps(self.directory / "stages.json") > len(means["steps"]):
-            log.info(
-                "stages.json and trace.json.gz contain more steps of an earlier start and are kept"
-            )
+            log.info("stages.json and trace.json.gz are kept, because they contain more steps")
             return
         picture = json.dumps(mpikfac.timeline.chrome_trace(ranks, columns))
         try:
@@ -110,7 +108,7 @@ class Recording:
 
 
 def _steps(path: Path) -> int:
-    """Return the number of steps in a file of means, or 0 if there is none."""
+    """Return the number of steps in a file of mean times, or 0 if there is no such file."""
     try:
         return len(files.read_json(path)["steps"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -29,7 +29,7 @@ from mpikfac_apps.training.parts.problem import build
 from mpikfac_apps.training.run import Run
 from mpikfac_apps.training.shrink import go_on
 
-PATIENCE = 10.0  # seconds before a thread that still runs at the end is reported
+PATIENCE = 10.0  # seconds after which a thread that is still running at the end is reported
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +109,7 @@ def settle(comm: mpikfac.comm.Comm, options: Options) -> RankPlace:
 def assist(
     comm: mpikfac.comm.Comm, team: mpikfac.comm.SplitComm, options: Options, device: torch.device
 ) -> None:
-    """Decompose factors, or store the weights, until the ranks that train end the training.
+    """Decompose factors, or store the weights, until the ranks that train have finished.
 
     The ranks that train run the watchdog and handle signals, because a server can be idle for a
     long time.
@@ -136,13 +136,14 @@ def run_training(
     place: RankPlace,
     watchdog: Watchdog,
 ) -> tuple[int | None, mpikfac.comm.Comm, Options]:
-    """Train once; the exit code is None if ranks were lost.
+    """Train until the run ends, or until ranks are lost.
 
     Args:
         world: all ranks, of all groups.
 
     Returns:
-        The exit code, the remaining ranks, and the options for their new start.
+        The exit code (None if ranks were lost), the remaining ranks, and the options with which
+        they start again.
 
     Collective over: the team, and all curvature servers.
     """

@@ -19,7 +19,7 @@ from mpikfac.numerics import Arena, all_finite, copy_all
 from mpikfac.plan import check_count, check_divides, check_size, gathers, lay_out, names
 from mpikfac.trace import Trace
 
-# Names of state items.
+# Names of the items in the state.
 STEPS = "codistillation/steps"
 PEERS = "codistillation/peers/"
 
@@ -46,13 +46,13 @@ class Codistillation:
     Collective over: comm. All ranks of a group get the model of its first rank.
 
     Args:
-        model: returns logits `[batch, classes, *positions]`. The models of all groups have the same
-            parameters and buffers with different values, so initialise them from different seeds.
+        model: returns logits `[batch, classes, *positions]`. All groups use the same architecture,
+            but should initialise their models with different seeds.
         burn_in: the number of steps at the start in which groups train independently.
         groups: the number of groups, which must divide the number of ranks; 1 for plain training.
         every: the number of steps between two swaps of weights.
-        weight: the factor of the term in the loss; with 0, groups train independently.
-        trace: times the stages; a new trace if None.
+        weight: the factor of the peers' term in the loss; if 0, groups train independently.
+        trace: times the stages; None for a new trace.
 
     Raises:
         ValueError: an argument is invalid; raised before any communication.
@@ -109,10 +109,10 @@ class Codistillation:
         return bool(self.peers and self.weight) and steps >= self.burn_in
 
     def term(self, inputs: Tensor | tuple[Any, ...], outputs: Tensor) -> Tensor:
-        """Return the term to add to the mean loss of a batch, a scalar.
+        """Return the scalar term to add to a batch's mean loss.
 
-        It is `weight` times the divergence `KL(mean of the peers' predictions, own predictions)`,
-        averaged over batch and positions; 0 during the burn-in.
+        The term is `weight` times `KL(mean of the peers' predictions, own predictions)`, averaged
+        over batch and positions; it is 0 during the burn-in.
 
         Collective over: none.
 
@@ -121,11 +121,11 @@ class Codistillation:
             outputs: the logits that the model returned for `inputs`.
 
         Raises:
-            ValueError: the outputs have no class dimension.
+            ValueError: the outputs do not have at least two classes.
         """
         if outputs.dim() < 2 or outputs.shape[1] < 2:
             raise ValueError(
-                f"term() needs logits [batch, classes, ...] of at least 2 classes, not "
+                f"term() needs logits [batch, classes, ...] with at least 2 classes, not "
                 f"{list(outputs.shape)}"
             )
         if not self.learning:
@@ -148,7 +148,7 @@ class Codistillation:
         self._swap_if_due()
 
     def _swap_if_due(self) -> None:
-        """Send the group's weights to all groups, after the burn-in and every few steps."""
+        """Send the group's weights to all groups, every `every` steps after the burn-in."""
         if not self.learning or (self.steps - self.burn_in) % self.every:
             return
         if shapes_of(self.model) != self._shapes:
@@ -165,35 +165,37 @@ class Codistillation:
         self._hand_out()
 
     def _places(self, number: int, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a group's tensors in the arena, each with the model's corresponding tensor."""
+        """Yield pairs of a group's tensor in the arena and the model's corresponding tensor."""
         for name, tensor in real_tensors(model):
             yield self._arena[f"{number}/{name}"], tensor
 
     def _hand_out(self) -> None:
-        """Copy the weights in the arena to the copies of the peers' models."""
+        """Copy the weights from the arena to the copies of the peers' models."""
         for number, peer in self.peers.items():
             copy_all((tensor, place) for place, tensor in self._places(number, peer))
 
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step count and the peers' weights by name, for the checkpoint of the group.
+        """Return the step count and the peers' weights by name, for the group's checkpoint.
 
-        It is the same on all ranks of a group. The state of a group is `trainer.state_dict() |
-        codistillation.state_dict()`; a run that loads the states of all groups continues as if it
-        had not been interrupted.
+        The result is the same on all ranks of a group. The complete state of a group is
+        `trainer.state_dict() | codistillation.state_dict()`; a run that loads the states of all
+        groups continues as if it had not been interrupted.
 
         Collective over: none.
         """
         return {STEPS: self.steps} | (self._of_peers() if self.learning else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the rank's group, on all ranks or on none, with any number of ranks.
+        """Load the state of the rank's group, with any number of ranks.
+
+        If loading fails on any rank, no rank's state changes.
 
         Collective over: world.
 
         Raises:
-            UserError: on some rank an item is missing or does not match the model, or groups have
+            UserError: on some rank, an item is missing or does not match the model; or groups have
                 taken different numbers of steps.
         """
         with together(self._grid.world, "loading state", untrusted=True):
@@ -214,7 +216,7 @@ class Codistillation:
 
 
 def real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield floating-point parameters and buffers by name; integer ones are not exchanged."""
+    """Yield the floating-point parameters and buffers by name; others are not exchanged."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point():
             yield name, tensor.detach()
@@ -226,7 +228,7 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a copy of the model that predicts but does not learn."""
+    """Return a frozen copy of the model in eval() mode."""
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 

@@ -1,1 +1,1 @@
-"""The factors of a run as its curvature: influence functions and posteriors from a checkpoint."""
+"""Use a run's factors as its curvature: influence functions and posteriors from a checkpoint."""

@@ -2,9 +2,9 @@
 
 The Kronecker factors of a layer estimate the Fisher matrix of its parameters as `G (x) A`
 [Martens & Grosse 2015], which is block-diagonal over layers. With fisher_type="empirical", they
-use the gradients for the labels of the data instead, which vanish as examples are fitted. In the
-eigenbasis of a block, all functions of it are elementwise: its inverse, its roots, its
-log-determinant and samples.
+use the gradients for the data's labels instead, which vanish as examples are fitted. In a block's
+eigenbasis, all functions of the block are elementwise: its inverse, its roots, its log-determinant
+and samples.
 """
 
 from __future__ import annotations
@@ -34,36 +34,37 @@ from mpikfac.settings import Damping, in_force
 from mpikfac.trace import Trace
 
 USUAL = Damping(relative=0.1)
-"""A tenth of the mean eigenvalue of each layer, as in studies of influence [Grosse et al. 2023].
+"""The default damping: a tenth of a layer's mean eigenvalue, as in [Grosse et al. 2023].
 
 In a layer with groups, each group has its own mean; normalisation layers have a group per channel.
 """
 
 
 class Curvature:
-    """The mean curvature C of an example's loss at the weights of a run, from its factors.
+    """The curvature C of an example's loss at a run's weights, averaged over examples.
 
         curvature = mpikfac.lab.Curvature.load("runs/a", model)
         directions = curvature.solve(gradients, damping=mpikfac.Damping(relative=0.1))
 
-    C is block-diagonal; the block of a layer is `G (x) A` of the running averages. It estimates
-    the mean over examples of the Fisher matrix of a single example, or of the empirical one for
-    fisher_type="empirical", the default of trainers. The curvature of N examples is N C.
+    C is block-diagonal; a layer's block is `G (x) A`, computed from the running averages of its
+    factors. C estimates the per-example Fisher matrix, averaged over examples, or the empirical
+    Fisher matrix for fisher_type="empirical", the default of trainers. The curvature of N examples
+    is N C.
 
-    Vectors are dictionaries with a tensor for each covered parameter, by the parameter's name, such
-    as `{name: parameter.grad for name, parameter in model.named_parameters()}`. Tensors have the
-    parameters' shapes, or an additional first dimension of examples. Results have the same form.
-    Arithmetic is in float64.
+    Vectors are dictionaries from the names of the covered parameters to tensors, such as
+    `{name: parameter.grad for name, parameter in model.named_parameters()}`. The tensors have the
+    parameters' shapes, optionally with a leading dimension of examples. Results have the same form.
+    All computations are in float64.
 
-    Each layer has an owner. Vectors can differ between ranks: they are sent to the owners of the
-    layers, which send the results back. All other results are equal on all ranks.
+    Each layer is owned by a rank. Vectors can differ between ranks: they are sent to the owners of
+    the layers, which send the results back. All other results are equal on all ranks.
 
     Attributes:
         model: the model.
         layers: the covered layers, by name.
-        damping: the damping of the trainer at its last step; None after `load`.
-        bases: the eigenbases and eigenvalues of the rank's own layers.
-        owners: divides the layers over the ranks.
+        damping: the damping in the trainer's last step; None after `load`.
+        bases: the eigenbases and eigenvalues of the layers that this rank owns.
+        owners: distributes the layers over the ranks.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Curvature:
         skip: Collection[str] = (),
         damping: Damping | None = None,
     ) -> None:
-        """Use eigenbases of the rank's own layers; `load` and `of` compute them."""
+        """Use the given eigenbases of this rank's layers; `load` and `of` compute them."""
         self.model, self.damping = model, damping
         self.layers = {layer.name: layer for layer in layers}
         self.bases, self.owners = bases, owners
@@ -93,29 +94,29 @@ class Curvature:
         skip: Collection[str] = (),
         trace: Trace | None = None,
     ) -> Curvature:
-        """Load the weights of a checkpoint into the model, and return the curvature at them.
+        """Load a checkpoint's weights into the model, and return the curvature at these weights.
 
-        Any number of ranks can load; each decomposes the factors of its own layers.
+        The number of ranks can differ from the run's; each decomposes the factors of its layers.
 
         Collective over: comm.
 
         Args:
-            path: the directory of a checkpoint, or that of a run, whose newest checkpoint is used.
-            model: a model of the run's architecture. Freeze the parameters that the run froze.
-            comm: None for all ranks.
+            path: the directory of a checkpoint, or of a run, whose newest checkpoint is used.
+            model: a model with the run's architecture. Freeze the parameters that the run froze.
+            comm: the communicator; None for all ranks.
             coverage: the run's coverage, if it was not the default.
             skip: names of parameters or modules that the factors do not cover; vectors may contain
                 them, and results leave them out.
-            trace: counts seconds and bytes of the messages.
+            trace: records the seconds and bytes of the messages.
 
         Raises:
-            UserError: there is no complete checkpoint, or it is damaged; it does not fit the model,
-                lacks a layer's factors, or has different weights for each rank; or the factors do
-                not cover a trained parameter that is not in `skip`.
+            UserError: there is no complete checkpoint, or it is damaged; it does not match the
+                model, lacks a layer's factors, or has different weights for each rank; or the
+                factors do not cover a trained parameter that is not in `skip`.
         """
         comm = SplitComm.of(comm).trains
         checkpoint = states.find(comm, Path(path))
-        doing = f"taking the curvature of {checkpoint.path}"
+        doing = f"computing the curvature of {checkpoint.path}"
         with together(comm, doing, untrusted=True):
             states.load_weights(model, checkpoint)
             layers, _ = cover(model, coverage)
@@ -127,7 +128,7 @@ class Curvature:
     def of(
         cls, trainer: KFAC, *, skip: Collection[str] = (), trace: Trace | None = None
     ) -> Curvature:
-        """Return the curvature at the trainer's weights, from its factors after its last step.
+        """Return the curvature at the trainer's weights, computed from its current factors.
 
         Collective over: world.
 
@@ -140,7 +141,7 @@ class Curvature:
         """
         comm, model, layers = trainer.grid.world, trainer.model, trainer.layers
         owners = _owners_of(layers, model, comm, trace)
-        doing = "taking the curvature of a trainer"
+        doing = "computing the curvature of a trainer"
         with together(comm, doing):
             _check_trainer(trainer)
         state = trainer.preconditioner.factors.state_dict()
@@ -169,36 +170,36 @@ class Curvature:
         skip: Collection[str] = (),
         trace: Trace | None = None,
     ) -> Curvature:
-        """Return the curvature at the model's weights, from passes over data.
+        """Return the curvature at the model's weights, computed in passes over data.
 
             curvature = mpikfac.lab.Curvature.measured(
                 model.eval(), lambda model, batch: model(batch[0]), batches
             )
 
-        It needs no factors of a run, and its factors are those at these weights, not running
-        averages. With "squares", each rank stores the eigenbases of all layers, the rotated inputs
-        of a batch, at most 128 MiB per layer, and gradients of a layer in parts of 128 MiB.
+        The factors are computed at these weights, rather than taken from a run's running averages.
+        With "squares", each rank stores the eigenbases of all layers, a batch's rotated inputs (at
+        most 128 MiB per layer), and a layer's gradients in parts of 128 MiB.
 
-        Collective over: comm. Each rank passes its own batches, of any number. Other ranks learn of
-        a `ValueError`, `OSError` or `UserError` in `outputs` or `batches`; any other error of one
-        rank ends the job only under `python -m mpi4py`, and else leaves the others waiting.
+        Collective over: comm. Each rank passes any number of its own batches. A `ValueError`,
+        `OSError` or `UserError` in `outputs` or `batches` is raised on all ranks; after any other
+        error on a single rank, the others hang, unless `python -m mpi4py` ends the job.
 
         Args:
             model: in `eval()` mode, with the same weights on all ranks.
             outputs: returns the outputs of a batch, `[examples, outputs]`.
-            batches: of the rank's data, without augmentation; read twice with "squares".
-            loss: of the outputs: "cross-entropy", "squared-error" or "logistic"; see `KFAC.record`.
+            batches: the rank's batches, without augmentation; with "squares", they are read twice.
+            loss: "cross-entropy", "squared-error" or "logistic"; see `KFAC.record`.
             comm: see `load`.
             fisher_type: "type-2" takes one backward pass per output, for the exact Fisher matrix;
-                "mc" one per batch, for labels that torch samples from the model's distribution.
+                "mc" takes one per batch, for labels sampled from the model's distribution.
             eigenvalues: "squares": the means of squared gradients in the eigenbases of the factors,
                 as in EKFAC; "products": the products of the factors' eigenvalues.
-            coverage: the layers; None for the default.
+            coverage: the layers to cover; None for the default.
             skip: see `load`.
             trace: see `load`.
 
         Raises:
-            UserError: a module is in training mode; the batches of all ranks do not call a layer;
+            UserError: a module is in training mode; no batch of any rank calls one of the layers;
                 or see `load`.
         """
         comm = SplitComm.of(comm).trains
@@ -234,7 +235,8 @@ class Curvature:
     def replicate(self) -> Curvature:
         """Return the same curvature with the eigenbases of all layers on every rank.
 
-        Its methods are not collective. Use it for many vectors, which then stay on their ranks.
+        The result's methods are not collective. Use it for many vectors, which then stay on their
+        ranks.
 
         Collective over: comm.
         """
@@ -255,12 +257,12 @@ class Curvature:
     # -- functions of the curvature --------------------------------------------------------------
 
     def apply(self, vectors: Mapping[str, Tensor], function: Function) -> dict[str, Tensor]:
-        """Return `f(C) v`, where `f(C)` has C's eigenvectors and the function's values.
+        """Return `f(C) v`, where `f` is applied to the eigenvalues of C.
 
         Collective over: comm.
 
         Args:
-            function: maps a layer's eigenvalues `[groups, outputs, inputs]` to values of this
+            function: maps a layer's eigenvalues `[groups, outputs, inputs]` to values of the same
                 shape.
 
         Raises:
@@ -281,7 +283,7 @@ class Curvature:
     def power(
         self, vectors: Mapping[str, Tensor], exponent: float, damping: float | Damping = USUAL
     ) -> dict[str, Tensor]:
-        """Return `(C + damping I)^exponent v`, such as whitened gradients for -0.5.
+        """Return `(C + damping I)^exponent v`; an exponent of -0.5 whitens gradients, for example.
 
         Collective over: comm.
         """
@@ -301,12 +303,12 @@ class Curvature:
     def apply_to_matrices(
         self, matrices: Mapping[str, Tensor], function: Function
     ) -> dict[str, Tensor]:
-        """Return `f(C)` applied to vectors as matrices `[examples, groups, outputs, inputs]`.
+        """Return `f(C)` applied to vectors that are given as matrices.
 
         Collective over: comm.
 
         Args:
-            matrices: in float64, by layer.
+            matrices: `[examples, groups, outputs, inputs]` in float64, by layer.
             function: see `apply`.
         """
         return self.owners.ask(matrices, lambda n, rows: self.bases[n].apply(function, rows))
@@ -337,8 +339,8 @@ class Curvature:
         Collective over: comm.
 
         Args:
-            scale: the number of examples on all ranks, for the posterior of all of them.
-            prior: the precision of a Gaussian prior of the weights, above 0.
+            scale: the factor of C; for a posterior, the number of examples on all ranks.
+            prior: the precision of a Gaussian prior of the weights, > 0.
 
         Raises:
             RanksDifferError: arguments differ between ranks.
@@ -349,7 +351,7 @@ class Curvature:
     def effective(self, scale: float, prior: float) -> dict[str, float]:
         """Return each layer's effective number of parameters, `tr scale C (scale C + prior I)^-1`.
 
-        This is the gamma of [MacKay 1992], the number of parameters that the data determines.
+        This is gamma in [MacKay 1992], the number of parameters that the data determine.
 
         Collective over: comm.
 
@@ -365,15 +367,15 @@ class Curvature:
     ) -> dict[str, Tensor]:
         """Draw deviations of the weights from the posterior `N(0, (scale C + prior I)^-1)`.
 
-        Samples are `(scale C + prior I)^(-1/2)` times noise, and do not depend on the number of
-        ranks.
+        Samples are `(scale C + prior I)^(-1/2)` times standard normal noise. They do not depend on
+        the number of ranks.
 
         Collective over: comm.
 
         Args:
             scale: see `logdet`.
             prior: see `logdet`.
-            generator: a generator on the host, in the same state on all ranks.
+            generator: a CPU generator, in the same state on all ranks.
             count: the number of samples.
 
         Returns:
@@ -385,24 +387,24 @@ class Curvature:
         for number, name in enumerate(self.layers):
             if name in self.bases:
                 basis = self.bases[name]
-                own = torch.Generator("cpu").manual_seed(seed + number)  # whoever owns the layer
+                own = torch.Generator("cpu").manual_seed(seed + number)  # independent of the owner
                 shape = count, *basis.values.shape
                 noise = torch.randn(shape, generator=own, dtype=torch.float64, device="cpu")
-                # The symmetric root depends neither on the signs of eigenvectors nor on the basis
-                # of a null space, which rounding decides.
+                # Rounding determines the signs of eigenvectors and the basis of a null space, but
+                # the symmetric root depends on neither.
                 root = lambda values: (scale * values + prior).rsqrt()  # noqa: E731
                 drawn[name] = basis.apply(root, noise.to(basis.values))
         shapes = {name: (count, *shape) for name, shape in self.owners.shapes.items()}
         return self._matrices.tensors(self.owners.publish(drawn, shapes))
 
     def _check(self, scale: float, prior: float, **others: int) -> None:
-        """Check that the arguments are valid, and the same on all ranks."""
+        """Check that the arguments are valid and are the same on all ranks."""
         self.owners.agree({"scale": scale, "prior": prior, **others})
         if not (0 <= scale < math.inf and 0 < prior < math.inf):
             raise ValueError(f"scale={scale!r} must be at least 0, and prior={prior!r} above 0")
 
     def _totals(self, function: Function) -> dict[str, float]:
-        """Return the sums of the function's values over the eigenvalues of each layer."""
+        """Return, for each layer, the sum of the function's values over its eigenvalues."""
         own = {name: function(basis.values).sum() for name, basis in self.bases.items()}
         totals = self.owners.publish(own, dict.fromkeys(self.layers, ()))
         return {name: total.item() for name, total in totals.items()}
@@ -414,13 +416,13 @@ def damped_power(exponent: float, damping: float | Damping) -> Function:
 
 
 def damping_of(damping: float | Damping, values: Tensor) -> Tensor | float:
-    """Return what a damping adds to the eigenvalues `[groups, outputs, inputs]` of a layer.
+    """Return the value that damping adds to a layer's eigenvalues `[groups, outputs, inputs]`.
 
     Args:
         damping: a number, or a `Damping` with a number; 0 is possible only if no factor is
-            singular. Relative damping is in units of the mean eigenvalue of a layer, or of each of
-            its groups, or of 1 if all eigenvalues are 0. (A K-FAC run damps each block of a
-            block-diagonal factor in units of the block's own mean.)
+            singular. Relative damping is multiplied by the mean eigenvalue of the layer, or of each
+            of its groups (by 1 if all eigenvalues are 0). A K-FAC run, in contrast, damps each
+            block of a block-diagonal factor relative to the mean of the block.
 
     Raises:
         ValueError: the damping is a schedule, or negative.
@@ -435,7 +437,7 @@ def damping_of(damping: float | Damping, values: Tensor) -> Tensor | float:
 def _bases(
     layers: Sequence[Layer], items: Mapping[str, Any], owners: Owners, model: nn.Module
 ) -> dict[str, Eigenbasis]:
-    """Decompose the factors of the rank's own layers."""
+    """Decompose the factors of the layers that this rank owns."""
     return {
         layer.name: Eigenbasis.of_factors(layer.shape, states.factors(layer, items), device(model))
         for layer in layers
@@ -444,7 +446,7 @@ def _bases(
 
 
 def _of_layer(tensors: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
-    """Return the parts of a layer's eigenbasis, by their own names."""
+    """Return the parts of a layer's eigenbasis, by name within the layer."""
     named = ((name.rpartition("/"), tensor) for name, tensor in tensors.items())
     return {own: tensor for (of_layer, _, own), tensor in named if of_layer == layer}
 
@@ -462,10 +464,10 @@ def device(model: nn.Module) -> torch.device:
 
 
 def _check_trainer(trainer: KFAC) -> None:
-    """Check that the trainer's factors estimate a Fisher matrix at weights that all ranks have.
+    """Check that the trainer's factors estimate a Fisher matrix at weights shared by all ranks.
 
     Raises:
-        ValueError: they do not estimate one, or each rank has its own weights.
+        ValueError: they do not estimate one, or each rank has different weights.
     """
     estimator, sync = trainer.estimator, trainer.plan.strategy.sync
     if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
@@ -475,7 +477,7 @@ def _check_trainer(trainer: KFAC) -> None:
             f"example; train with a different fisher_type, and with normalization='expand'"
         )
     if sync.local_steps:
-        raise ValueError(f"with sync={sync.name!r} each rank has its own weights; average them")
+        raise ValueError(f"with sync={sync.name!r}, ranks have different weights; average them")
 
 
 def _damping_of(trainer: KFAC) -> Damping:

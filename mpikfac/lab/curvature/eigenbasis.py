@@ -1,4 +1,4 @@
-"""The curvature of a layer in its eigenbasis, in which every function of it is elementwise."""
+"""A layer's curvature in its eigenbasis, where every function of the curvature is elementwise."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mpikfac.numerics import eigenbasis
 from mpikfac.plan import LayerShape
 
 Function = Callable[[Tensor], Tensor]
-"""A function of a layer's eigenvalues `[groups, outputs, inputs]`, with values of that shape."""
+"""A function of a layer's eigenvalues `[groups, outputs, inputs]` that keeps their shape."""
 
 
 @dataclass(frozen=True)
 class Eigenbasis:
     """The curvature `Q diag(values) Q^T` of a layer, with `Q = Q_G (x) Q_A`.
 
-    A block-diagonal factor has block-diagonal eigenvectors. Those of a diagonal factor, and of a
-    side without a factor, are the identity.
+    The eigenvectors of a block-diagonal factor are block-diagonal. For a diagonal factor, and for a
+    side without a factor, they are the identity.
 
     Attributes:
-        a: the blocks of Q_A, `[groups, n, n]`, along the diagonal; none for the identity.
-        g: the blocks of Q_G.
+        a: the diagonal blocks of Q_A, each `[groups, n, n]`; empty for the identity.
+        g: the diagonal blocks of Q_G.
         values: the eigenvalues `[groups, outputs, inputs]`.
     """
 
@@ -36,13 +36,13 @@ class Eigenbasis:
     def of_factors(
         cls, shape: LayerShape, factors: Mapping[str, Sequence[Tensor]], device: torch.device
     ) -> Eigenbasis:
-        """Decompose the factors of a layer in float64.
+        """Decompose a layer's factors in float64.
 
         Args:
-            factors: the blocks of "A" and of "G", each `[n, n]` or `[count, n, n]`.
+            factors: the blocks of "A" and "G", each `[n, n]` or `[count, n, n]`.
 
         Raises:
-            ValueError: a factor does not fit the layer, or is not finite.
+            ValueError: a factor's shape does not match the layer, or a factor is not finite.
             ArithmeticError: LAPACK's iteration does not converge.
         """
         on_device = {side: [f.to(device, torch.float64) for f in factors[side]] for side in "AG"}
@@ -56,7 +56,7 @@ class Eigenbasis:
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, Tensor]) -> Eigenbasis:
-        """Return the eigenbasis that has these `parts`."""
+        """Return the eigenbasis that consists of the given `parts`."""
         counts = {side: sum(name[0] == side for name in parts) for side in "ag"}
         a, g = ([parts[f"{side}{i}"] for i in range(count)] for side, count in counts.items())
         return cls(a, g, parts["values"])
@@ -111,7 +111,7 @@ def _decomposed(
 
 
 def _from_left(blocks: Sequence[Tensor], matrices: Tensor) -> Tensor:
-    """Return the block-diagonal matrix of `blocks` times `matrices` `[..., groups, rows, n]`."""
+    """Multiply matrices `[..., groups, rows, n]` from the left by a block-diagonal matrix."""
     if not blocks:
         return matrices
     if len(blocks) == 1:

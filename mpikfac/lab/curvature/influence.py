@@ -1,8 +1,8 @@
 """Influence functions: how the loss of a query changes if a training example is left out.
 
 To first order, leaving out example t of N raises the loss of query q by
-`g_q^T (C + damping I)^-1 g_t / N`, with the gradients g of their losses and the curvature C
-[Koh & Liang 2017]. With the factors of K-FAC or EKFAC, it scales to large networks
+`g_q^T (C + damping I)^-1 g_t / N`, where g denotes the gradients of the two losses, and C is the
+curvature [Koh & Liang 2017]. With the factors of K-FAC or EKFAC, this scales to large networks
 [Grosse et al. 2023].
 """
 
@@ -44,28 +44,28 @@ def influence(
         scores = mpikfac.lab.influence(curvature, losses, batches, queries)
         helpful = scores[0].topk(10).indices  # for the first query
 
-    A positive score means that the example helps: the loss of the query would rise without it.
+    A positive score means that the example helps: without it, the query's loss would be higher.
 
-    Collective over: comm of the curvature. Each rank passes its own examples and queries, of any
-    number.
+    Collective over: comm of the curvature. Each rank passes any number of its own examples and
+    queries.
 
     Args:
         losses: returns the training loss of each example, for example
             `lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")`.
         examples: batches of the rank's training examples, without augmentation.
-        queries: a batch of the rank's queries; each takes 40 bytes per parameter on its rank, and 8
-            bytes on all others.
+        queries: a batch of the rank's queries; each takes 40 bytes of memory per parameter on its
+            rank, and 8 bytes on every other rank.
         damping: see `Curvature.solve`.
-        measure: returns the loss of each query, if it is not the training loss.
+        measure: returns the loss of each query; None for the training loss.
 
     Returns:
-        Scores `[queries, examples]` in float64: the queries of all ranks, in the order of ranks,
-        and the examples of this rank.
+        Scores `[queries, examples]` in float64, for the queries of all ranks, in rank order, and
+        the examples of this rank.
 
     Raises:
         ValueError: a module is in training mode, or there is not one loss per example.
-        UserError: the solutions for all queries do not fit into memory, or into a message; the
-            error says how many queries would fit.
+        UserError: the solutions for all queries do not fit into memory or into a message; the
+            error message states how many queries would fit.
     """
     gradients_of = query_gradients(curvature, measure or losses, queries)
     solved = curvature.apply_to_matrices(gradients_of, damped_power(-1.0, damping))
@@ -78,10 +78,10 @@ def self_influence(
     examples: Iterable[Any],
     damping: float | Damping = USUAL,
 ) -> Tensor:
-    """Return how much each example lowers its own loss, without the division by N; `[examples]`.
+    """Return N times how much each example lowers its own loss, `[examples]`.
 
-    Wrong labels are often among the largest values. The eigenbases of all layers are sent to every
-    rank, and the examples stay on their ranks.
+    Mislabelled examples often have the largest values. The eigenbases of all layers are sent to
+    every rank, and the examples stay on their ranks.
 
     Collective over: comm of the curvature.
 
@@ -106,7 +106,7 @@ def self_influence(
 
 
 def query_gradients(curvature: Curvature, losses: Losses, queries: Any) -> dict[str, Tensor]:
-    """Return the gradients of the rank's queries as matrices, by layer.
+    """Return the gradients of this rank's queries as matrices, by layer.
 
     Collective over: comm of the curvature.
 
@@ -122,15 +122,15 @@ def query_gradients(curvature: Curvature, losses: Losses, queries: Any) -> dict[
 def inner_products(
     curvature: Curvature, matrices: Mapping[str, Tensor], losses: Losses, examples: Iterable[Any]
 ) -> Tensor:
-    """Return products of all ranks' vectors with gradients of this rank's examples, divided by N.
+    """Return the inner products of all ranks' vectors with the gradients of this rank's examples.
 
     Collective over: comm of the curvature.
 
     Args:
-        matrices: the rank's vectors, `[vectors, groups, outputs, inputs]` by layer.
+        matrices: this rank's vectors, `[vectors, groups, outputs, inputs]` by layer.
 
     Returns:
-        Products `[vectors, examples]`, divided by the number of examples of all ranks.
+        Products `[vectors, examples]`, divided by the number of examples on all ranks.
     """
     owners = curvature.owners
     counts = owners.integers(len(next(iter(matrices.values()))))
@@ -149,10 +149,10 @@ def inner_products(
 
 
 def _check_size(owners: Owners, queries: int) -> None:
-    """Check that the queries of all ranks fit into memory, and into messages.
+    """Check that the queries of all ranks fit into memory and into messages.
 
-    A rank stores its own queries' gradients and solutions, with those on their way to the owners
-    and back, and the solutions of all ranks.
+    A rank stores its queries' gradients and solutions, the buffers in which these are sent to the
+    owners and back, and the solutions of all ranks.
 
     Collective over: comm of the owners.
 
@@ -162,13 +162,13 @@ def _check_size(owners: Owners, queries: int) -> None:
     counts, parameters = owners.integers(queries), sum(owners.sizes)
     memory = min(owners.integers(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
     needed = ITEMSIZE * parameters * (4 * max(counts) + sum(counts))
-    elements = max(parameters * max(counts), max(owners.sizes) * sum(counts))  # of a message
+    elements = max(parameters * max(counts), max(owners.sizes) * sum(counts))  # per message
     if needed > memory or (len(counts) > 1 and elements > MAX_COUNT):
         most = sum(counts) * min(memory * elements, MAX_COUNT * needed) // (needed * elements)
         raise UserError(
-            f"{sum(counts)} queries with {parameters:,} parameters need {needed:,} bytes on a "
-            f"rank, which has {memory:,}, and messages of {elements:,} elements, which can have at "
-            f"most {MAX_COUNT:,}; pass at most {most} at a time"
+            f"{sum(counts)} queries with {parameters:,} parameters need {needed:,} bytes on each "
+            f"rank, which has {memory:,}, and messages of {elements:,} elements, where the maximum "
+            f"is {MAX_COUNT:,}; pass at most {most} at a time"
         )
 
 
@@ -177,5 +177,5 @@ def _records(curvature: Curvature, losses: Losses, batch: Any) -> Records:
 
 
 def _length(records: Records) -> int:
-    """Return the number of examples of a batch."""
+    """Return the number of examples in a batch."""
     return max((len(call.g) for calls in records.values() for call in calls), default=0)

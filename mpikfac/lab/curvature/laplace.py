@@ -1,9 +1,9 @@
 """Laplace approximation: a Gaussian posterior of the weights from the curvature at a mode.
 
-With N examples and the prior `N(0, I / prior)` of the covered weights, the posterior is
-`N(w, (N C + prior I)^-1)`, if w is the mode of the posterior [MacKay 1992]. Kronecker factors make
-it feasible for networks [Ritter et al. 2018]. Linearised outputs are Gaussian, too, and their
-predictions are better than those of sampled weights [Immer et al. 2021].
+For N examples and the prior `N(0, I / prior)` of the covered weights, the posterior is
+`N(w, (N C + prior I)^-1)`, if w is its mode [MacKay 1992]. Kronecker factors make this feasible for
+networks [Ritter et al. 2018]. The linearised outputs are then Gaussian, too, and predict better
+than sampled weights do [Immer et al. 2021].
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mpikfac.lab.curvature.curvature import Curvature
 from mpikfac.lab.curvature.records import Outputs, record_columns, rotated_inputs, weighted_squares
 from mpikfac.plan import check_positive
 
-CHANGE = 1e-10  # of the logarithm of a prior precision that no longer changes
-FEW, MANY = 1e-10, 1e15  # prior precisions beyond which the evidence has no maximum
+CHANGE = 1e-10  # the fixed-point iteration stops at smaller changes of the logarithm
+FEW, MANY = 1e-10, 1e15  # beyond these prior precisions, the evidence has no maximum
 
 
 def log_evidence(curvature: Curvature, log_likelihood: float, examples: int, prior: float) -> float:
-    """Return the logarithm of the probability of the data, integrated over the covered weights.
+    """Return the log marginal likelihood of the data, integrated over the covered weights.
 
     Collective over: comm of the curvature.
 
     Args:
-        log_likelihood: the sum of the logarithms of the probabilities of all labels, on all ranks.
+        log_likelihood: the sum of the log-probabilities of all labels, on all ranks.
         examples: N, the number of examples on all ranks.
-        prior: the precision of the prior, above 0.
+        prior: the precision of the prior, > 0.
     """
     count, squares = _weights(curvature)
     volume = curvature.logdet(examples, prior) - count * math.log(prior)
@@ -41,11 +41,11 @@ def log_evidence(curvature: Curvature, log_likelihood: float, examples: int, pri
 
 
 def evidence_prior(curvature: Curvature, examples: int) -> float:
-    """Return the precision of the prior with the largest evidence, a root of `prior |w|^2 = gamma`.
+    """Return the prior precision that maximizes the evidence, a root of `prior |w|^2 = gamma`.
 
-    MacKay's fixed point is `prior <- gamma / |w|^2`, where gamma is the sum of
-    `curvature.effective`. The geometric mean of two iterates halves the error of the logarithm at
-    least.
+    MacKay's fixed-point iteration is `prior <- gamma / |w|^2`, where gamma is the sum of
+    `curvature.effective`. Taking the geometric mean of two iterates at least halves the error of
+    the logarithm.
 
     Collective over: comm of the curvature.
 
@@ -63,8 +63,7 @@ def evidence_prior(curvature: Curvature, examples: int) -> float:
         if not FEW < prior * ratio < MANY:
             raise UserError(
                 f"the evidence has no maximum: the weights have the squared norm {squares:.3g}, "
-                f"and the data determines {gamma:.3g} of them; choose another precision of the "
-                f"prior"
+                f"and the data determine {gamma:.3g} of them; set the prior precision to a number"
             )
         change = math.log(ratio) / 2
         prior *= math.exp(change)
@@ -76,20 +75,20 @@ def output_variances(
 ) -> Tensor:
     """Return variances of the linearised outputs, `[priors, batch, outputs]` in float64.
 
-    The variance of an output with the gradient J is `J^T (N C + prior I)^-1 J`. It takes one
+    The variance of an output with gradient J is `J^T (N C + prior I)^-1 J`. Computing it takes one
     backward pass per output.
 
     Collective over: none.
 
     Args:
-        curvature: of one rank, or as returned by `replicate`.
+        curvature: a curvature computed on a single rank, or returned by `replicate`.
         outputs: returns the outputs of a batch, `[examples, outputs]`.
         examples: see `log_evidence`.
-        priors: precisions of the prior.
+        priors: prior precisions.
 
     Raises:
-        ValueError: a module is in training mode; a prior is not positive; or layers are divided
-            over ranks.
+        ValueError: a module is in training mode; a prior is not positive; or the layers are
+            distributed over several ranks.
     """
     for prior in priors:
         check_positive("prior", prior)
@@ -120,9 +119,9 @@ def output_variances(
 
 
 def probit(outputs: Tensor, variances: Tensor) -> Tensor:
-    """Return probabilities of classes for Gaussian logits, `[..., classes]` [MacKay 1992].
+    """Return class probabilities for Gaussian logits, `[..., classes]` [MacKay 1992].
 
-    The approximation reduces a logit of variance v by `sqrt(1 + pi v / 8)`.
+    The approximation divides a logit with variance v by `sqrt(1 + pi v / 8)`.
     """
     return (outputs / (1 + math.pi / 8 * variances).sqrt()).softmax(-1)
 
@@ -135,22 +134,22 @@ def sampled_models(
     count: int,
     inputs: Collection[Tensor] = (),
 ) -> Iterator[nn.Module]:
-    """Yield the model with weights that are sampled from the posterior, `count` times.
+    """Yield the model `count` times, each time with weights sampled from the posterior.
 
         samples = mpikfac.lab.sampled_models(curvature, 50_000, 10.0, generator, 20, inputs)
         probabilities = sum(model(images).softmax(1) for model in samples) / 20
 
-    Afterwards, the model has its own weights and statistics again.
+    At the end, the model's weights and statistics are restored.
 
-    Collective over: comm of the curvature; all ranks take all samples.
+    Collective over: comm of the curvature; all ranks draw all samples.
 
     Args:
         examples: see `log_evidence`.
         prior: see `log_evidence`.
         generator: see `Curvature.sample`.
-        inputs: batches of training inputs, the same on all ranks, from which the statistics of
-            BatchNorm are estimated for each sample, because those of the model belong to its own
-            weights; empty to use those of the model.
+        inputs: batches of training inputs, the same on all ranks, from which BatchNorm's statistics
+            are estimated for each sample, because they depend on the weights; empty to use the
+            model's statistics.
     """
     model = curvature.model
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -18,7 +18,7 @@ class ParameterMatrices:
             them; they are left out of all results.
 
     Raises:
-        ValueError: no layer covers a trained parameter that is not in `skip`.
+        ValueError: a trained parameter is neither covered by a layer nor listed in `skip`.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], skip: Collection[str]) -> None:
@@ -36,14 +36,14 @@ class ParameterMatrices:
             )
 
     def matrices(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the matrices of layers, `[examples, groups, outputs, inputs]` in float64.
+        """Return a matrix `[examples, groups, outputs, inputs]` in float64 for each layer.
 
         Args:
-            tensors: a tensor per covered parameter, of the parameter's shape, or with a leading
-                dimension of examples.
+            tensors: a tensor for each covered parameter, in the parameter's shape, optionally with
+                a leading dimension of examples.
 
         Raises:
-            ValueError: a parameter is missing or unknown, or shapes do not fit.
+            ValueError: a parameter is missing or unknown, or a shape does not match.
         """
         given = {name: t for name, t in tensors.items() if name not in self.skipped}
         if wrong := sorted(self.covered.symmetric_difference(given)):
@@ -81,7 +81,7 @@ class ParameterMatrices:
     def tensors(
         self, matrices: Mapping[str, Tensor], like: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Return the tensors of covered parameters, the inverse of `matrices`.
+        """Convert matrices back to the tensors of covered parameters; the inverse of `matrices`.
 
         Args:
             like: tensors whose dtype and leading dimension the results take; None to keep those of

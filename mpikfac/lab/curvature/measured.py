@@ -1,8 +1,8 @@
-"""Factors and second moments of a model at its weights, in passes over data.
+"""Compute factors and second moments at a model's weights, in passes over data.
 
-The gradients are those for all labels of the model's own distribution (type-2), or for labels that
-are sampled from it (mc), so both estimate the Fisher matrix of an example. The means of their
-squares in the eigenbases of the factors are the best diagonal there [George et al. 2018].
+Gradients are computed for all labels of the model's own distribution (type-2), or for labels
+sampled from it (mc), so both estimate the per-example Fisher matrix. The means of the squared
+gradients are the best diagonal approximation in the factors' eigenbases [George et al. 2018].
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Eigenvalues = Literal["squares", "products"]
 
 @dataclass(frozen=True)
 class Passes:
-    """Backward passes over a rank's data whose gradients have the Fisher matrix as second moment.
+    """Backward passes over a rank's data; the gradients' second moment is the Fisher matrix.
 
     Attributes:
         layers: the covered layers of the model.
         outputs: returns the outputs of a batch, `[examples, outputs]`.
-        batches: the data, read once by each method.
+        batches: the data; each method reads them once.
         loss: the loss of the outputs; see `KFAC.record`.
         fisher_type: see `Estimator`.
     """
@@ -52,7 +52,7 @@ class Passes:
     fisher_type: Fisher
 
     def factors(self) -> dict[str, Tensor]:
-        """Return the sums of each layer's factors as a vector, to be read by `factors_of`."""
+        """Return each layer's factors, summed over examples, as a vector for `factors_of`."""
         sums = {layer.name: _Sums(layer) for layer in self.layers}
         for first, examples, records in self._records():
             for name, calls in records.items():
@@ -60,7 +60,10 @@ class Passes:
         return {name: of_layer.flat() for name, of_layer in sums.items()}
 
     def squares(self, bases: Mapping[str, Eigenbasis]) -> dict[str, Tensor]:
-        """Return each layer's sums of squares in its basis, and the number of examples, flat."""
+        """Return each layer's squared gradients in its basis, summed over examples, as a vector.
+
+        The last element is the number of examples.
+        """
         sums = {name: torch.zeros_like(basis.values) for name, basis in bases.items()}
         count = 0
         inputs: dict[str, list[Tensor | None]] = {}
@@ -74,14 +77,17 @@ class Passes:
         return {n: torch.cat([s.flatten(), s.new_tensor([count])]) for n, s in sums.items()}
 
     def _records(self) -> Iterator[tuple[bool, int, Records]]:
-        """Yield the calls of all passes: whether it is the first of a batch, and its examples."""
+        """Yield a tuple for each pass over a batch.
+
+        It contains whether the pass is the batch's first, the number of examples, and the calls.
+        """
         for batch in self.batches:
             passes = record_columns(self.model, self.layers, self.outputs, batch, self._columns)
             for number, (examples, records) in enumerate(passes):
                 yield number == 0, examples, records
 
     def _columns(self, outputs: Tensor) -> Iterator[Tensor]:
-        """Yield gradients of the examples' own losses."""
+        """Yield gradients of the per-example losses with respect to the outputs."""
         if self.fisher_type == "mc":
             yield len(outputs) * sampled(outputs, self.loss)
         else:
@@ -89,7 +95,7 @@ class Passes:
 
 
 class _Sums:
-    """The sums of a layer's factors over calls.
+    """A layer's factors, summed over calls.
 
     Args:
         layer: the layer.
@@ -107,7 +113,7 @@ class _Sums:
         self._vectors = self._examples = 0
 
     def add(self, calls: Sequence[RecordedCall], examples: int, first: bool) -> None:
-        """Add the calls of a pass; `first` if their inputs are not yet in the sums."""
+        """Add the calls of a pass; `first` if the sums do not include their inputs yet."""
         self._examples += examples if first else 0
         for call in calls:
             x, g = call.prepared()
@@ -129,7 +135,7 @@ class _Sums:
             place += moment.reshape(place.shape)
 
     def flat(self) -> Tensor:
-        """Return all sums, then the numbers of vectors and of examples, in one vector."""
+        """Return a vector of all sums, followed by the numbers of vectors and examples."""
         parts = [total.flatten() for of_side in self._sums.values() for total in of_side]
         return torch.cat([*parts, parts[0].new_tensor([self._vectors, self._examples])])
 
@@ -138,24 +144,24 @@ def factors_of(layer: Layer, flat: Tensor) -> dict[str, list[Tensor]]:
     """Return the blocks of a layer's factors A and G from their sums over all ranks.
 
     Raises:
-        ValueError: the sums contain no call of the layer.
+        ValueError: the sums do not contain a call of the layer.
     """
     *_, vectors, examples = flat.tolist()
     if not vectors:
         raise ValueError(
-            f"the batches do not call layer {layer.name!r}; leave it out by `coverage` and `skip`"
+            f"the batches do not call layer {layer.name!r}; leave it out with `coverage` and `skip`"
         )
     scales = layer.scales("expand", int(examples), int(vectors), vectors=False)
     shapes = [(side, factor) for side in layer.shape.sides for factor in layer.shape.side(side)]
     sizes = [factor.count * factor.order**2 for _, factor in shapes]
     found: dict[str, list[Tensor]] = {"A": [], "G": []}
     for (side, factor), part in zip(shapes, flat[:-2].split(sizes)):
-        # The scales of gradients are those of a mean over the examples.
+        # `scales` assumes gradients of a loss averaged over the examples.
         scale = scales[side] / (examples**2 if side in layer.quadratic else 1)
         found[side].append(scale * part.view(factor.count, factor.order, factor.order))
     return found
 
 
 def values_of(layer: Layer, flat: Tensor) -> Tensor:
-    """Return a layer's eigenvalues `[groups, outputs, inputs]` from sums over all ranks."""
+    """Return a layer's eigenvalues `[groups, outputs, inputs]`, given `squares` of all ranks."""
     return flat[:-1].view(grouped(layer)) / flat[-1]

@@ -1,7 +1,7 @@
-"""Plan the memory that influence functions and Laplace approximations take on a rank.
+"""Predict the memory that influence functions and Laplace approximations need on a rank.
 
-Sizes of eigenbases and of vectors follow from the shapes of layers. Those of a pass depend on the
-network, and are taken from a pass over a few examples. The memory of messages is left out.
+The sizes of eigenbases and vectors follow from the layers' shapes. The memory of a pass depends on
+the network, and is measured in a pass over a few examples. Memory for messages is not included.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from mpikfac.lab.curvature.records import (
 )
 
 Parts = dict[str, int]
-"""Bytes by what they store."""
+"""The number of bytes, by what they store."""
 ROTATED = 4
-"""Gradients that exist at a time: a sum, those of a call, and both sides of their rotation."""
+"""The gradients in memory at a time: a sum, one call's, and both sides of their rotation."""
 
 
 def influence_memory(
     curvature: Curvature, losses: Losses, few: Any, examples: int, queries: int
 ) -> dict[str, Parts]:
-    """Return the bytes that a rank needs for `influence` and for `self_influence`, by part.
+    """Return the number of bytes that a rank needs for `influence` and `self_influence`, by part.
 
-    They are in addition to the curvature and the model.
+    The memory of the curvature and the model is not included.
 
     Collective over: comm of the curvature.
 
     Args:
         losses: see `influence`.
-        few: a batch of a few of the rank's training examples, or an empty one.
+        few: a batch with a few of the rank's training examples, or none.
         examples: the largest number of training examples in a batch.
         queries: the number of the rank's queries.
 
@@ -53,7 +53,7 @@ def influence_memory(
         ValueError: see `influence`.
     """
     owners, largest, bases = curvature.owners, max(examples, queries), _bases(curvature)
-    everyone = sum(owners.integers(queries))  # messages come before the pass, which can fail
+    everyone = sum(owners.integers(queries))  # communicate before the pass, which may fail
     with _saved(curvature.model) as saved:
         records = record(curvature.model, list(curvature.layers.values()), losses, few)
     graph, kept = _of_pass(saved, records)
@@ -76,16 +76,16 @@ def influence_memory(
 def variances_memory(
     curvature: Curvature, outputs: Outputs, few: Any, examples: int, priors: int
 ) -> Parts:
-    """Return the bytes that a rank needs for `output_variances`, by part.
+    """Return the number of bytes that a rank needs for `output_variances`, by part.
 
-    They are in addition to the curvature and the model.
+    The memory of the curvature and the model is not included.
 
     Collective over: comm of the curvature.
 
     Args:
-        curvature: with the layers divided over the ranks, before `replicate`.
+        curvature: the curvature before `replicate`, with layers distributed over the ranks.
         outputs: see `output_variances`.
-        few: a batch of a few of the rank's examples, or an empty one.
+        few: a batch with a few of the rank's examples, or none.
         examples: the largest number of examples in a batch.
         priors: the number of priors.
 
@@ -113,13 +113,13 @@ def variances_memory(
 
 
 def _bases(curvature: Curvature) -> int:
-    """Return the bytes of a copy of the eigenbases of all layers."""
+    """Return the number of bytes in a copy of all layers' eigenbases."""
     own = sum(t.nbytes for basis in curvature.bases.values() for t in basis.parts().values())
     return sum(curvature.owners.integers(own))
 
 
 def _of_pass(saved: dict[int, int], records: Records) -> tuple[int, int]:
-    """Return bytes per example: before and during a backward pass, and after it."""
+    """Return the bytes per example before and during a backward pass, and after it."""
     calls = [call for of_layer in records.values() for call in of_layer]
     kept = {_storage(tensor): tensor.nbytes for call in calls for tensor in (call.x, call.g)}
     examples = max((len(call.g) for call in calls), default=1)
@@ -128,17 +128,17 @@ def _of_pass(saved: dict[int, int], records: Records) -> tuple[int, int]:
 
 
 def _gradient(calls: Sequence[RecordedCall]) -> int:
-    """Return the elements of a gradient of the layer that is called."""
+    """Return the number of elements of the called layer's gradient."""
     shape = calls[0].layer.shape
     return shape.groups * shape.outputs * shape.inputs
 
 
 def _of_layer(calls: Sequence[RecordedCall], examples: int, queries: int | None = None) -> int:
-    """Return the elements that a layer needs at a time for its gradients; see `parts`.
+    """Return the number of elements that a layer's gradients need at a time; see `parts`.
 
     Args:
-        queries: those whose products with the gradients are computed; None if gradients are
-            rotated.
+        queries: the number of queries whose products with the gradients are computed; None if the
+            gradients are rotated.
     """
     shape, gradient = calls[0].layer.shape, _gradient(calls)
     inputs = max(call.x.numel() // len(call.g) for call in calls)
@@ -156,7 +156,7 @@ def _of_layer(calls: Sequence[RecordedCall], examples: int, queries: int | None 
 
 @contextmanager
 def _saved(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Collect the bytes, by storage, of tensors that autograd keeps, without those of the model.
+    """Collect the bytes, by storage, of the tensors that autograd saves, excluding the model's.
 
     Sparse tensors are left out.
     """
@@ -166,7 +166,7 @@ def _saved(model: nn.Module) -> Iterator[dict[int, int]]:
     def keep(tensor: Tensor) -> Tensor:
         if _has_storage(tensor) and (storage := _storage(tensor)) not in constant:
             found[storage] = max(found.get(storage, 0), tensor.nbytes)
-        return tensor.detach()  # the tensor itself can be an output, which would keep itself
+        return tensor.detach()  # if the tensor is an output, its graph must not refer to itself
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield found

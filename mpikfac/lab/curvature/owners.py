@@ -1,4 +1,4 @@
-"""Divide layers over ranks: each rank decomposes its own layers, and serves all ranks' vectors."""
+"""Distribute layers over ranks: each rank decomposes its layers and serves all ranks' vectors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ITEMSIZE = 8  # of float64
 
 
 def assign(layers: Sequence[LayerShape], ranks: int) -> list[list[str]]:
-    """Return the names of each rank's layers, in the order of the model.
+    """Return the names of each rank's layers, in model order.
 
-    Layers are placed longest decomposition first, on the rank with the least work.
+    Layers are assigned in order of decreasing work, each to the rank with the least work so far.
     """
     works = {shape.name: sum(factor.work() for factor in shape.factors) for shape in layers}
     loads, owner = [0] * ranks, {}
@@ -32,17 +32,17 @@ def assign(layers: Sequence[LayerShape], ranks: int) -> list[list[str]]:
 
 
 def elements_to(sizes: Sequence[int], examples: Sequence[int]) -> list[list[int]]:
-    """Return how many elements of vectors each rank sends to each owner.
+    """Return how many vector elements each rank sends to each owner.
 
     Args:
-        sizes: the number of elements that a vector has in each owner's layers.
-        examples: the number of vectors of each rank.
+        sizes: the number of vector elements that belong to each owner's layers.
+        examples: the number of vectors on each rank.
     """
     return [[count * size for size in sizes] for count in examples]
 
 
 def query_messages(sizes: Sequence[int], examples: Sequence[int], rank: int) -> list[Message]:
-    """Return a rank's messages that send vectors to owners, and return the results."""
+    """Return a rank's messages that send vectors to owners, and results back."""
     if len(sizes) == 1:
         return []
     count = message(COUNT, "Allgather", "owners", [(0, 1)], len(sizes), ITEMSIZE, rank)
@@ -56,16 +56,16 @@ def query_messages(sizes: Sequence[int], examples: Sequence[int], rank: int) -> 
 
 
 def sum_messages(sizes: Sequence[int], rank: int) -> list[Message]:
-    """Return the messages of a rank in which sums are sent to owners.
+    """Return the messages in which a rank sends sums to owners.
 
     Args:
-        sizes: the elements of the sums of each owner's layers.
+        sizes: the number of elements in the sums of each owner's layers.
     """
     return rows(SUMS, [list(sizes)] * len(sizes), ITEMSIZE, rank, "owners")
 
 
 def publish_messages(counts: Sequence[int], rank: int) -> list[Message]:
-    """Return a rank's message that gathers `counts` elements, by rank, on all ranks."""
+    """Return the message that gathers on all ranks the given number of elements from each rank."""
     if len(counts) == 1:
         return []
     spans = list(pairwise([0, *accumulate(counts)]))
@@ -73,18 +73,18 @@ def publish_messages(counts: Sequence[int], rank: int) -> list[Message]:
 
 
 class Owners:
-    """Divide layers over ranks, and exchange the vectors and tensors of layers.
+    """Distribute layers over ranks, and exchange the layers' vectors and tensors.
 
     Collective over: comm.
 
     Args:
-        comm: None if this rank owns all layers, and calls are not collective.
+        comm: None if this rank owns all layers; calls are then not collective.
 
     Attributes:
         names: the names of each rank's layers.
         own: the names of this rank's layers.
         shapes: the shape `[groups, outputs, inputs]` of each layer's matrix.
-        sizes: the number of elements that a vector has in each rank's layers.
+        sizes: the number of vector elements that belong to each rank's layers.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class Owners:
     def ask(
         self, matrices: Mapping[str, Tensor], answer: Callable[[str, Tensor], Tensor]
     ) -> dict[str, Tensor]:
-        """Return the layer owners' answers to this rank's matrices, by layer.
+        """Send this rank's matrices to the layers' owners, and return their answers, by layer.
 
         Args:
             matrices: `[examples, groups, outputs, inputs]` by layer, with any number of examples.
-            answer: maps the name of one of this rank's layers, and the matrices of all ranks, to
+            answer: maps the name of one of this rank's layers, and all ranks' matrices, to
                 matrices of the same shape.
 
         Collective over: owners.
@@ -155,7 +155,7 @@ class Owners:
     def publish(
         self, tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]
     ) -> dict[str, Tensor]:
-        """Return the tensors of all ranks' layers, by layer, given those of this rank's layers.
+        """Gather the tensors of all layers on every rank; each rank passes those of its layers.
 
         Args:
             shapes: the shape of each layer's tensor, for the layers to publish.
@@ -172,11 +172,11 @@ class Owners:
         return {name: pieces[name].view(shape) for name, shape in shapes.items()}
 
     def counts(self, shapes: Mapping[str, Shape]) -> list[int]:
-        """Return how many elements of layers' tensors each rank publishes."""
+        """Return the number of elements that each rank publishes."""
         return [sum(math.prod(shapes[n]) for n in names if n in shapes) for names in self.names]
 
     def sum(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums over ranks of the vectors of this rank's layers, added in rank order.
+        """Sum each layer's vectors over ranks, in rank order; return those of this rank's layers.
 
         Args:
             vectors: a vector for each layer, of the same length on all ranks.
@@ -194,11 +194,11 @@ class Owners:
         return dict(zip(self.own, total.split([len(vectors[name]) for name in self.own])))
 
     def gather(self, vectors: Tensor, examples: Sequence[int]) -> Tensor:
-        """Return the vectors of all ranks, ordered by rank.
+        """Gather the vectors of all ranks on every rank, in rank order.
 
         Args:
-            vectors: the rank's own, `[examples, n]`.
-            examples: the number of vectors of each rank.
+            vectors: this rank's vectors, `[examples, n]`.
+            examples: the number of vectors on each rank.
 
         Collective over: owners.
         """
@@ -207,7 +207,7 @@ class Owners:
         return self._group.gather_rows(vectors, examples, PUBLISH)
 
     def hand_over(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of all ranks by name; each name belongs to one rank.
+        """Gather the tensors of all ranks on every rank, by name; each name belongs to one rank.
 
         Collective over: owners.
         """
@@ -218,7 +218,7 @@ class Owners:
         return {name: tensor.to(self._device) for name, tensor in found.items()}
 
     def integers(self, own: int) -> list[int]:
-        """Return one integer from each rank, such as its number of examples.
+        """Gather one integer from each rank, such as its number of examples.
 
         Collective over: owners.
         """
@@ -229,7 +229,7 @@ class Owners:
         ]
 
     def _split(self, flat: Tensor, names: Sequence[str], examples: int) -> dict[str, Tensor]:
-        """Return the matrices of layers, one after the other in `flat`."""
+        """Return the matrices of layers that are stored one after the other in `flat`."""
         shapes = [(examples, *self.shapes[name]) for name in names]
         parts = flat.split([math.prod(shape) for shape in shapes])
         return {name: part.view(shape) for name, part, shape in zip(names, parts, shapes)}

@@ -1,8 +1,8 @@
-"""Compute gradients of single examples as products of the vectors that layers receive.
+"""Compute per-example gradients as products of the vectors that layers receive.
 
-The gradient of an example in a layer is the sum of `g a^T` over positions and calls. One ordinary
-backward pass yields the inputs and the output gradients of all layers, from which the vectors `a`
-and `g`, such as the patches of a convolution, are computed one layer at a time.
+An example's gradient in a layer is the sum of `g a^T` over positions and calls. An ordinary
+backward pass yields the inputs and output gradients of all layers. From these, the vectors `a` and
+`g`, such as the patches of a convolution, are computed one layer at a time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mpikfac.lab.curvature.eigenbasis import Eigenbasis
 from mpikfac.layers import Layer
 
 ELEMENTS = 2**24
-"""Of the gradients of examples in a layer that are stored at a time, 128 MiB."""
+"""The maximum number of elements of a layer's per-example gradients at a time (128 MiB)."""
 Losses = Callable[[nn.Module, Any], Tensor]
 """A function of a model and a batch that returns one loss per example, `[examples]`."""
 Outputs = Callable[[nn.Module, Any], Tensor]
 """A function of a model and a batch that returns the outputs, `[examples, outputs]`."""
 Columns = Callable[[Tensor], Iterator[Tensor]]
-"""A function of outputs that yields gradients for them, of their shape."""
+"""A function of outputs that yields gradients with respect to them, of the same shape."""
 
 
 class RecordedCall(NamedTuple):
@@ -33,7 +33,7 @@ class RecordedCall(NamedTuple):
     Attributes:
         layer: the layer, for all of its groups or for one of them.
         x: the input, in the model's dtype.
-        g: the gradients of the examples' own losses at the output.
+        g: the gradients of the per-example losses with respect to the output.
     """
 
     layer: Layer
@@ -41,34 +41,34 @@ class RecordedCall(NamedTuple):
     g: Tensor
 
     def prepared(self) -> tuple[Tensor, Tensor]:
-        """Return the input from which statistics are computed, and the gradients, in float64."""
+        """Return, in float64, the input from which statistics are computed, and the gradients."""
         x = self.layer.prepared(self.x, self.g)
         return x.double() if x.is_floating_point() else x, self.g.double()
 
     @property
     def groups(self) -> slice:
-        """The groups of the layer that the call is of."""
+        """The layer's groups to which the call belongs."""
         group = self.layer.group
         return slice(None) if group is None else slice(group, group + 1)
 
     @property
     def positions(self) -> int:
-        """The number of positions of all examples, whatever the layer's `kfac_approx`."""
-        if "A" in self.layer.quadratic:  # normalisation layers, whose vectors are sums over them
+        """The number of positions in all examples, regardless of the layer's `kfac_approx`."""
+        if "A" in self.layer.quadratic:  # a normalisation layer's vectors are sums over positions
             return len(self.g)
         return self.g.numel() // (self.layer.shape.groups * self.layer.shape.outputs)
 
     @property
     def elements(self) -> int:
-        """The number of elements of the layer's vectors, if the call is of all its groups."""
+        """The number of elements of the layer's vectors, for a call of all groups."""
         shape = self.layer.shape
         return self.positions * shape.groups * (shape.outputs + shape.inputs)
 
     def vectors(self) -> tuple[slice, Tensor, Tensor]:
-        """Return groups of the layer, and their vectors in float64.
+        """Return the groups of the call, and their vectors `a` and `g` in float64.
 
-        The vectors `a` are `[groups, examples, positions, inputs]`, and `g` are `[groups, examples,
-        positions, outputs]`.
+        The shape of `a` is `[groups, examples, positions, inputs]`, and that of `g` is `[groups,
+        examples, positions, outputs]`.
         """
         layer = self.layer
         a, g = (
@@ -77,7 +77,7 @@ class RecordedCall(NamedTuple):
         return self.groups, a, g
 
     def gradients(self) -> Tensor:
-        """Return the examples' gradients, `[examples, groups, outputs, inputs]`, of own groups."""
+        """Return the per-example gradients, `[examples, groups, outputs, inputs]`."""
         _, a, g = self.vectors()
         return torch.einsum("kbso,kbsi->bkoi", g, a)
 
@@ -87,14 +87,14 @@ Records = Mapping[str, Sequence[RecordedCall]]
 
 
 def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any) -> Records:
-    """Return the calls in a pass over a batch; gradients in `.grad` do not change.
+    """Run a pass over a batch, and return the calls of layers; `.grad` does not change.
 
     Collective over: none.
 
     Raises:
-        ValueError: a module is in training mode, in which examples can depend on each other or on
-            random numbers; `losses` does not return one loss per example; or the inputs of a layer
-            are not those of the examples.
+        ValueError: a module is in training mode, where an example's loss can depend on other
+            examples or on random numbers; `losses` does not return one loss per example; or a
+            layer's inputs do not have one row per example.
     """
     _check_mode(model)
     with torch.enable_grad():
@@ -111,9 +111,9 @@ def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any
 def record_columns(
     model: nn.Module, layers: Sequence[Layer], outputs: Outputs, batch: Any, columns: Columns
 ) -> Iterator[tuple[int, Records]]:
-    """Yield the examples and the calls in a pass, once for each gradient of outputs in `columns`.
+    """Yield, for each gradient of the outputs in `columns`, the number of examples and the calls.
 
-    Calls must be used before the next; their inputs are the same in all of them.
+    Each result must be used before the next is requested. The calls' inputs are always the same.
 
     Collective over: none.
 
@@ -122,7 +122,7 @@ def record_columns(
         columns: yields gradients of the outputs, `[examples, outputs]`.
 
     Raises:
-        ValueError: as of `record`.
+        ValueError: see `record`.
     """
     _check_mode(model)
     with torch.enable_grad():
@@ -152,7 +152,7 @@ def _parameters(layers: Sequence[Layer]) -> list[Tensor]:
 def _forward(
     model: nn.Module, layers: Sequence[Layer], function: Losses, batch: Any
 ) -> tuple[Tensor, dict[str, list[RecordedCall]]]:
-    """Return a function of the model, and lists to which its backward passes append calls."""
+    """Return the function's value, and lists to which its backward passes append calls."""
     records: dict[str, list[RecordedCall]] = {layer.name: [] for layer in layers}
     hooks = [
         attached
@@ -169,12 +169,12 @@ def _forward(
 
 
 def _check_examples(records: Records, examples: int) -> None:
-    """Check that the first dimension of each layer's input is the batch."""
+    """Check that the first dimension of each layer's input is the batch dimension."""
     for name, calls in records.items():
         for call in calls:
             if len(call.g) != examples:
                 raise ValueError(
-                    f"layer {name!r} has {len(call.g)} examples, and the batch {examples}; "
+                    f"layer {name!r} has {len(call.g)} examples, but the batch has {examples}; "
                     f"use a model whose layers keep one row per example"
                 )
 
@@ -193,7 +193,7 @@ def _on_call(layer: Layer, records: list[RecordedCall], _: nn.Module, *called: A
 
 @torch.no_grad()
 def gradients(layer: Layer, calls: Sequence[RecordedCall], examples: int) -> Tensor:
-    """Return the examples' gradients in a layer, `[examples, groups, outputs, inputs]`."""
+    """Return a layer's per-example gradients, `[examples, groups, outputs, inputs]`."""
     shape = layer.shape.groups, layer.shape.outputs, layer.shape.inputs
     total = torch.zeros(examples, *shape, dtype=torch.float64, device=layer.parameters[0].device)
     for part, some in parts(layer, calls, examples):
@@ -204,9 +204,10 @@ def gradients(layer: Layer, calls: Sequence[RecordedCall], examples: int) -> Ten
 
 @torch.no_grad()
 def products(matrices: Tensor, calls: Sequence[RecordedCall], examples: int) -> Tensor:
-    """Return the products of matrices with the examples' gradients, `[vectors, examples]`.
+    """Return the inner products of matrices with per-example gradients, `[vectors, examples]`.
 
-    The gradients are computed only for examples with several positions, which saves work.
+    The gradients themselves are computed only if examples have several positions; for a single
+    position, it is cheaper to use the vectors.
 
     Args:
         matrices: `[vectors, groups, outputs, inputs]`.
@@ -227,9 +228,10 @@ def products(matrices: Tensor, calls: Sequence[RecordedCall], examples: int) -> 
 def parts(
     layer: Layer, calls: Sequence[RecordedCall], examples: int
 ) -> Iterator[tuple[slice, list[RecordedCall]]]:
-    """Yield slices of the examples, of at most `ELEMENTS` elements of gradients or vectors each.
+    """Yield slices of the examples, and the calls restricted to them.
 
-    There are none without calls.
+    The gradients or vectors of a slice have at most `ELEMENTS` elements. Without calls, there are
+    no slices.
     """
     if not calls:
         return
@@ -246,9 +248,9 @@ def parts(
 def rotated_inputs(basis: Eigenbasis, calls: Sequence[RecordedCall]) -> list[Tensor | None]:
     """Return `Q_A^T a` of each call, `[groups, examples, positions, inputs]`.
 
-    All columns of `record_columns` share them. A call has None if they would have more than
-    `ELEMENTS` elements, or more positions than inputs, so that rotating gradients takes little of
-    the time, or if they depend on the gradients at its outputs.
+    The results can be used for all columns of `record_columns`. A result is None if it would have
+    more than `ELEMENTS` elements; if there are more positions than inputs, so that rotating the
+    gradients instead is cheap; or if the vectors `a` depend on the gradients of the call's outputs.
     """
     found: list[Tensor | None] = []
     for call in calls:
@@ -262,7 +264,7 @@ def rotated_inputs(basis: Eigenbasis, calls: Sequence[RecordedCall]) -> list[Ten
 
 
 def rotated_elements(call: RecordedCall, examples: int) -> int:
-    """Return the elements of the rotated inputs of such a call with other examples; 0 for None."""
+    """Return the number of elements of a call's rotated inputs with `examples`; 0 for None."""
     shape, positions = call.layer.shape, call.positions // max(1, len(call.g))
     elements = examples * positions * shape.groups * shape.inputs
     many = elements > ELEMENTS or positions > shape.inputs or "A" in call.layer.quadratic
@@ -277,7 +279,7 @@ def sum_of_squares(
     examples: int,
     inputs: Sequence[Tensor | None],
 ) -> Tensor:
-    """Return the sum over examples of squared gradients in a basis, `[groups, outputs, inputs]`.
+    """Return the squared gradients in a basis, summed over examples, `[groups, outputs, inputs]`.
 
     Args:
         inputs: as returned by `rotated_inputs`.
@@ -300,7 +302,7 @@ def weighted_squares(
     inputs: Sequence[Tensor | None],
     weights: Tensor,
 ) -> Tensor:
-    """Return the sums of weighted squares of gradients in a basis, `[weights, examples]`.
+    """Return weighted sums of the squared gradients in a basis, `[weights, examples]`.
 
     Args:
         inputs: as returned by `rotated_inputs`.
@@ -313,16 +315,16 @@ def weighted_squares(
     for part, some in parts(layer, calls, examples):
         rows = _rotated(basis, some, _part_of(inputs, part)).square_()
         found[:, part] = weights.flatten(1) @ rows.flatten(1).T
-        del rows  # before the next part takes as much
+        del rows  # before the next part allocates as much memory
     return found
 
 
 def _rotated(
     basis: Eigenbasis, calls: Sequence[RecordedCall], inputs: Sequence[Tensor | None]
 ) -> Tensor:
-    """Return the examples' gradients in a basis, `[examples, groups, outputs, inputs]`.
+    """Return the per-example gradients in a basis, `[examples, groups, outputs, inputs]`.
 
-    Vectors are rotated instead of gradients if their rotated inputs are known.
+    Where the rotated inputs are known, vectors are rotated instead of gradients.
     """
     total = basis.values.new_zeros(max(len(call.g) for call in calls), *basis.values.shape)
     for call, known in zip(calls, inputs, strict=True):
@@ -337,7 +339,7 @@ def _rotated(
 
 
 def _part_of(inputs: Sequence[Tensor | None], part: slice) -> list[Tensor | None]:
-    """Return the vectors of some of the examples."""
+    """Return the vectors of the examples in `part`."""
     return [None if vectors is None else vectors[:, part] for vectors in inputs]
 
 
@@ -351,7 +353,7 @@ def single_products(calls: Sequence[RecordedCall]) -> bool:
 def _rotated_pair(
     basis: Eigenbasis, calls: Sequence[RecordedCall], inputs: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor] | None:
-    """Return `Q_G^T g` and `Q_A^T a`, `[groups, examples, n]`, if gradients are single products."""
+    """Return `Q_G^T g` and `Q_A^T a`, `[groups, examples, n]`, or None if not `single_products`."""
     if not single_products(calls):
         return None
     _, a, g = calls[0].vectors()

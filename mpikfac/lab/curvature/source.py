@@ -1,16 +1,16 @@
 """SOURCE for a K-FAC run: influence over the course of training, in the run's own eigenbases.
 
-SOURCE [Bae et al. 2024] follows how a change of an example's weight propagates through the steps of
-the training. The curvature is taken as constant over a segment of the training. A K-FAC step
-multiplies the gradient by `1 / (s + damping)` in the eigenbasis in which the loss has curvature s,
-and the optimizer adds the weight decay to the result, so a deviation of the weights is multiplied
-by `1 - lr q` with `q = s / (s + damping) + weight_decay`. After steps whose learning rates sum to
-L, the factors are
+SOURCE [Bae et al. 2024] tracks how a change of an example's weight propagates through the steps of
+training. The curvature is assumed to be constant within a segment of the training. Where the loss
+has curvature s in the eigenbasis, a K-FAC step multiplies the gradient by `1 / (s + damping)`, and
+the optimizer adds the weight decay to the result. A deviation of the weights is therefore
+multiplied by `1 - lr q` with `q = s / (s + damping) + weight_decay`. After steps whose learning
+rates sum to L, the factors are
 
     exp(-L q)                               for a deviation from before the segment
     (1 - exp(-L q)) / (q (s + damping))     for a constant change of the gradient
 
-No damping has to be chosen, and momentum only changes L.
+The damping is the run's, so none has to be chosen, and momentum only changes L.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ from mpikfac.settings import Damping
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a K-FAC run in which the curvature is taken as constant.
+    """A part of a K-FAC run in which the curvature is assumed to be constant.
 
     Attributes:
-        curvature: the curvature at a checkpoint of the segment, with its own model.
-        length: the sum over steps of the learning rate, times the factor of a clip if there is one,
-            divided by 1 - momentum.
-        damping: the damping of the run's preconditioner; see `damping_of` for relative damping of
-            blocks.
+        curvature: the curvature at a checkpoint of the segment, with a separate model.
+        length: the sum of the steps' learning rates (each times the step's clip factor, if there is
+            one), divided by 1 - momentum.
+        damping: the damping of the run's preconditioner; see `damping_of` for relative damping.
         weight_decay: the weight decay, which the optimizer adds to the preconditioned gradient.
     """
 
@@ -56,7 +55,7 @@ class Segment:
         return lambda values: torch.exp(-self.length * self._rates(values))
 
     def response(self) -> Function:
-        """Return the deviation after the segment for a constant change of the gradient."""
+        """Return the deviation that a constant change of the gradient causes over the segment."""
 
         def response(values: Tensor) -> Tensor:
             rates = self._rates(values)
@@ -79,13 +78,13 @@ def source(
     *,
     measure: Losses | None = None,
 ) -> Tensor:
-    """Return how much each training example has lowered the loss of each query.
+    """Return how much each training example lowered the loss of each query during training.
 
     Collective over: comm of the curvatures. Each rank passes its own examples and queries.
 
     Args:
-        segments: the segments of the training, in order; queries are measured at the weights of the
-            last one.
+        segments: the segments of the training, in order; the loss of queries is measured at the
+            weights of the last one.
         losses: see `influence`.
         examples: see `influence`; the batches are read once for each segment.
         queries: see `influence`.
@@ -95,10 +94,10 @@ def source(
         Scores `[queries, examples]`, as returned by `influence`.
 
     Raises:
-        ValueError: see `influence`; or there is no segment.
+        ValueError: `segments` is empty; or see `influence`.
     """
     if not segments:
-        raise ValueError("segments=[] must have at least one segment of the training")
+        raise ValueError("segments=[] must contain at least one segment of the training")
     vectors = query_gradients(segments[-1].curvature, measure or losses, queries)
     total: Tensor | None = None
     for segment in reversed(segments):

@@ -1,4 +1,4 @@
-"""Factors and weights in the state of a run."""
+"""Read factors and weights from the state of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 
 
 def find(comm: Comm, path: Path) -> Checkpoint:
-    """Return the checkpoint at the path, or the newest one of the run at the path.
+    """Return the checkpoint at the path or, if the path is a run's, its newest checkpoint.
 
     Collective over: comm.
 
@@ -48,7 +48,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 
     Raises:
         ValueError: the checkpoint has different weights for each rank.
-        RuntimeError: the weights do not fit the model.
+        RuntimeError: the weights do not match the model.
     """
     if any(name.startswith(OF_COPY.partition("{")[0]) for name in checkpoint):
         raise ValueError("the run's ranks had different weights; average them, and save again")
@@ -58,17 +58,17 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def factors(layer: Layer, items: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-    """Return the blocks of a layer's factors A and G along the diagonal, `[n, n]` each.
+    """Return the diagonal blocks of a layer's factors A and G, each `[n, n]`.
 
-    A block of a layer with groups, and a diagonal, is `[count, n, n]`.
+    For a layer with groups, or for a diagonal factor, a block is `[count, n, n]`.
 
     Raises:
-        ValueError: the items lack a factor, or its average contains no batch.
+        ValueError: a factor is missing, or its average does not contain a batch yet.
     """
     names = _factor_names(layer, items)
     for name in (name for of_side in names.values() for name in of_side):
         if not items[_weight_of(name)]:
-            raise ValueError(f"{name!r} contains no batch; use a later checkpoint")
+            raise ValueError(f"{name!r} does not contain a batch yet; use a later checkpoint")
     return {side: [unfold_triangle(items[n]) for n in names[side]] for side in names}
 
 
@@ -76,7 +76,7 @@ def item_names(layer: Layer, names: Collection[str]) -> list[str]:
     """Return the names of a layer's factors and of their weights.
 
     Raises:
-        ValueError: the names lack a factor.
+        ValueError: a factor is missing.
     """
     of_factors = [name for side in _factor_names(layer, names).values() for name in side]
     return of_factors + list(map(_weight_of, of_factors))
@@ -90,7 +90,7 @@ def _factor_names(layer: Layer, names: Collection[str]) -> dict[str, list[str]]:
     if missing := [side for side in layer.shape.sides if not found[side]]:
         raise ValueError(
             f"the state has no factor {layer.name}.{missing[0]}: its run took no step, or trained "
-            f"the layer without factors of a Fisher matrix; to leave the layer out, pass "
+            f"the layer without Fisher factors; to leave the layer out, pass "
             f"coverage=mpikfac.Coverage(skip=[{layer.path!r}]) and skip=[{layer.path!r}]"
         )
     return found

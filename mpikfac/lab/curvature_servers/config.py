@@ -1,4 +1,4 @@
-"""Ranks that decompose factors for the ranks that train [LBANN]."""
+"""The configuration of curvature servers [LBANN]."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpikfac.plan import Combination, Refresh, check_count
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CurvatureServers(Refresh):
-    """Send factors to ranks that do not train, which decompose them and return the bases.
+    """Send factors to ranks that do not train but decompose factors and return the bases.
 
     Attributes:
         staleness, stagger, tolerance: see `Refresh`; the staleness must be at least 1, and the
-            tolerance 0.
+            tolerance must be 0.
         servers: the number of ranks that decompose factors and do not train.
     """
 
@@ -25,7 +25,7 @@ class CurvatureServers(Refresh):
             "refresh",
             ("curvature-servers",),
             {"assignment.replicate_below": 0},
-            "curvature servers decompose for one owner per factor",
+            "curvature servers return each factor's decomposition to a single owner",
         ),
     )
 
@@ -44,6 +44,6 @@ class CurvatureServers(Refresh):
         check_count("staleness", self.staleness, 1)
         if self.tolerance:
             raise ValueError(
-                f"tolerance={self.tolerance} must be 0 with curvature servers, which keep no "
+                f"tolerance={self.tolerance} must be 0 with curvature servers, which do not keep "
                 f"previous decompositions"
             )

@@ -1,7 +1,7 @@
-"""Curvature servers: ranks that do not train but decompose for training ranks [LBANN].
+"""Curvature servers: ranks that do not train but decompose factors for training ranks [LBANN].
 
 A curvature server works like a background thread: an owner sends factors, continues, and receives
-the decompositions at a fixed step.
+the decompositions in a fixed later step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class OnCurvatureServers(AtOnce):
 
     Args:
         plan: the plan of all ranks.
-        preconditioners: the preconditioners of layers by name.
-        team: joins training ranks and curvature servers; from `split_comm`.
+        preconditioners: the layers' preconditioners, by name.
+        team: connects training ranks and curvature servers; from `split_comm`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class OnCurvatureServers(AtOnce):
 
         Collective over: none.
         """
-        self._finish()  # a request whose result was not awaited
+        self._finish()  # receives the result of the previous request, if it is still open
         if not request.packed:
             return lambda: Decomposed({}, ())
         plan, turn, trace = self.site.plan, request.turn, self.site.trace
@@ -84,7 +84,7 @@ class OnCurvatureServers(AtOnce):
         return take
 
     def check_same_model(self) -> None:
-        """Raise an error: trained parameters have changed, but servers keep the first plan.
+        """Raise an error, because servers cannot change their plan when trained parameters change.
 
         Raises:
             UserError: always.
@@ -95,9 +95,9 @@ class OnCurvatureServers(AtOnce):
         )
 
     def close(self) -> None:
-        """Release the curvature servers, once all training ranks have called `close`.
+        """Release the curvature servers once all training ranks have called `close`.
 
-        Later calls do nothing. Collective over: none.
+        Later calls have no effect. Collective over: none.
         """
         self._finish()
         link, self._link = self._link, None
@@ -108,18 +108,18 @@ class OnCurvatureServers(AtOnce):
 def run_curvature_server(
     team: SplitComm, device: torch.device = CPU, trace: Trace | None = None
 ) -> None:
-    """Decompose on a curvature server for the training ranks, until all of them close.
+    """Decompose factors for the training ranks until all of them have called `close`.
 
-    Requests are served in order of arrival. A rank has at most one open request, so no rank
+    Requests are served in order of arrival. Each rank has at most one open request, so no rank
     starves.
 
     Collective over: curvature.
 
     Args:
         team: from `split_comm`.
-        device: where to decompose; the results are the same as on training ranks with the same kind
-            of device.
-        trace: records seconds and bytes of the stages.
+        device: the device that decomposes; the results are the same as on training ranks with the
+            same kind of device.
+        trace: records the seconds and bytes of the stages.
     """
     if (curvature := team.intercomm) is None:
         raise ValueError(
@@ -142,7 +142,7 @@ def run_curvature_server(
                 for name, block in blocks.items():
                     reply[name].copy_(block)
         with trace.stage(names.SEND_BASES, "curvature", reply.flat.nbytes):
-            # Waiting here would make other owners wait, too, while this owner is computing.
+            # Waiting for this owner, which may be computing, would make other owners wait, too.
             sending.pop(owner, _nothing)()
             sending[owner] = begin_send(curvature, reply.flat, owner, tag)
     for wait in sending.values():

@@ -1,1 +1,1 @@
-"""Gradients of layers computed directly from the error of the outputs."""
+"""Compute layers' gradients directly from the error of the model's outputs."""

@@ -1,10 +1,11 @@
-"""Direct feedback: the error of the outputs reaches each block of a model directly.
+"""Direct feedback: the error of a model's outputs is passed to each block directly.
 
 Back-propagation passes an error from block to block. With direct feedback alignment, the error at
 the output of block k is `e B_k`, where e is the gradient of the loss with respect to the model's
-outputs, and B_k is a fixed random matrix [Nøkland 2016]. Here B_k has the entries `+-1 / sqrt(n)`
-for the n elements of an example's output, so that the error keeps its length on average. Inside a
-block, gradients are back-propagated; the gradient of the last block is exact [Han & Yoo 2019].
+outputs, and B_k is a fixed random matrix [Nøkland 2016]. Here, the entries of B_k are
+`+-1 / sqrt(n)` if an example's output has n elements, which preserves the length of the error on
+average. Inside a block, gradients are back-propagated; the gradient of the last block is exact [Han
+& Yoo 2019].
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ class DirectFeedback:
         trainer = mpikfac.FirstOrderTrainer(model, optimizer)
         mpikfac.DirectFeedback(trainer, ["layer1", "layer2"], seed=0)
 
-    The program does not change: the backward pass of the loss computes the gradients of all blocks.
-    Under `torch.no_grad`, the model works as before. The signs follow from the seed and from the
-    positions and shapes of the blocks, so checkpoints need not store them.
+    The training loop stays the same: the backward pass of the loss computes the gradients of all
+    blocks. Under `torch.no_grad`, the model works as before. The signs of the matrices depend only
+    on the seed and on the positions and shapes of the blocks, so checkpoints do not store them.
 
     Collective over: none; use the same arguments on all ranks.
 
     Args:
-        ends: the names of the modules that end a block, except for the last block.
+        ends: the names of the modules at which blocks end, except for the last block.
         seed: the seed of the signs.
 
     Raises:
-        ValueError: the model has no module with one of the names, or the trainer needs the true
+        ValueError: a name is not that of a module in the model, or the trainer needs the true
             gradients with respect to layers' outputs.
     """
 
@@ -64,7 +65,7 @@ class DirectFeedback:
         self._hooks = [begin, *hooks, model.register_forward_hook(Hook(self._connect))]
 
     def detach(self) -> None:
-        """Restore back-propagation."""
+        """Remove the hooks, which restores back-propagation."""
         for hook in self._hooks:
             hook.remove()
 
@@ -94,16 +95,18 @@ class DirectFeedback:
                 f"direct feedback needs a model with outputs [batch, classes], not {form}"
             )
         if any(len(y) != len(outputs) for _, y in ends):
-            raise ValueError("direct feedback needs the same examples in the outputs of all blocks")
+            raise ValueError(
+                "direct feedback needs the same number of examples in the outputs of all blocks"
+            )
         if len(outputs) and any(outputs.data_ptr() == y.data_ptr() for _, y in ends):
             raise ValueError(
-                "direct feedback: the last block ends with the model; leave it out of ends"
+                "direct feedback: the last block ends with the model; remove its end from ends"
             )
         signs = [self._signs_of(number, y, outputs.shape[1]) for number, y in ends]
         return _Connect.apply(outputs, signs, *(y for _, y in ends))  # type: ignore[no-untyped-call]
 
     def _signs_of(self, number: int, output: Tensor, classes: int) -> Tensor:
-        """Return the signs of a block, `[classes, elements of an example]`, in 8 bits."""
+        """Return a block's signs, `[classes, elements per example]`, as 8-bit integers."""
         shape = classes, output.shape[1:].numel()
         kept = self._signs.get(number)
         if kept is None or kept.shape != shape or kept.device != output.device:
@@ -114,7 +117,7 @@ class DirectFeedback:
 
 
 class _Connect(torch.autograd.Function):
-    """The outputs of a model, whose gradient is also passed to the outputs of blocks."""
+    """Return a model's outputs, and pass their gradient to the outputs of blocks as well."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, signs: list[Tensor], *ends: Tensor) -> Tensor:
@@ -149,10 +152,10 @@ def check_feedback(trainer: Trainer) -> None:
     if of_outputs := [factor.name for factor in made if factor.side == "G"]:
         raise ValueError(
             f"direct feedback needs Estimator(fisher_type='forward-only'), or a preconditioner of "
-            f"the averaged gradient: {of_outputs[0]} would be computed from fed-back errors"
+            f"the averaged gradient: factor {of_outputs[0]} would be computed from fed-back errors"
         )
     if settings is not None and settings.grafting.needs_batch:
         raise ValueError(
-            "direct feedback needs a grafting other than QuadraticModel(), which models the loss "
-            "with its true gradient"
+            "direct feedback needs a grafting other than QuadraticModel(), which requires the true "
+            "gradient of the loss"
         )

@@ -34,7 +34,7 @@ OF_NODES = Combination(
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Replicas(Synchronization):
-    """Base class for methods in which ranks train replicas of the model between two exchanges.
+    """Base class for methods in which ranks train separate replicas between exchanges.
 
     Attributes:
         sync_every: the number of steps from one exchange of weights to the next; at least 2.
@@ -61,33 +61,34 @@ class Replicas(Synchronization):
     def replicas(self) -> Literal["rank", "node"]:
         """Whether each rank, or each node of `ranks_per_node` ranks, trains its own replica.
 
-        With "node", the ranks of a node use their mean gradient, and exchanges are between nodes.
+        With "node", a node's ranks use their mean gradient, and replicas are exchanged between
+        nodes.
         """
         return "rank"
 
     @property
     def fragments(self) -> int:
-        """The number of parts of the model, which are exchanged in round-robin order."""
+        """The number of parts of the model that are exchanged in round-robin order."""
         return 1
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether ranks ever average gradients, as they do in a warm-up."""
+        """Whether all ranks ever average gradients, as they do in a warm-up."""
         return self.warmup_steps > 0
 
     # -- when ------------------------------------------------------------------------------------
 
     def alone(self, step: int) -> bool:
-        """Return whether ranks train separate replicas of the model at `step`."""
+        """Return whether ranks train separate replicas of the model in `step`."""
         return step >= self.warmup_steps
 
     def due(self, step: int, every: int | None = None) -> bool:
-        """Return whether replicas are combined right after `step`; by default, at each exchange."""
+        """Return whether an exchange every `every` steps (default: `sync_every`) follows `step`."""
         every = every or self.sync_every
         return self.alone(step) and (step + 1 - self.warmup_steps) % every == 0
 
     def turn(self, step: int) -> int | None:
-        """Return how many parts were sent before the one due after `step`; None if none is due."""
+        """Return how many parts are sent before the one due after `step`; None if none is due."""
         turns, later = divmod(step + 1 - self.warmup_steps, self.sync_every // self.fragments)
         return turns - 1 if self.alone(step) and not later else None
 
@@ -98,14 +99,14 @@ class Replicas(Synchronization):
     # -- in the plan -----------------------------------------------------------------------------
 
     def messages(self, rank: RankPlan) -> list[Message]:
-        """Return the reductions within a node, and the messages with replicas or changes."""
+        """Return the reductions within a node, and the messages that exchange replicas."""
         from mpikfac.lab.local_sgd.messages import PlannedCopies
 
         copies = PlannedCopies(rank)
         return [*copies.reduce_in_node(), *copies.exchange_weights()]
 
     def elements(self, rank: RankPlan) -> int:
-        """Return the number of values that the rank keeps for exchanges."""
+        """Return the number of values that the rank stores for exchanges."""
         from mpikfac.lab.local_sgd.messages import PlannedCopies
 
         copies = PlannedCopies(rank)
@@ -116,11 +117,11 @@ class Replicas(Synchronization):
         return copies.average_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether replicas send their changes since the last exchange, not their weights."""
+        """Return whether replicas send their changes since the last exchange instead of weights."""
         return False
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return the number of model-sized vectors that a rank keeps."""
+        """Return the number of model-sized vectors that a rank stores."""
         return 1
 
     # -- in the trainer --------------------------------------------------------------------------
@@ -144,11 +145,11 @@ class Replicas(Synchronization):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LocalSGD(Replicas):
-    """Replace all replicas by their mean after each rank has taken some steps [Stich 2019].
+    """Replace all replicas by their mean every few steps [Stich 2019].
 
     Attributes:
         replicas: "rank": each rank trains its own replica. "node": each node of `ranks_per_node`
-            ranks trains one replica with the node's mean gradient; exchanges are between nodes.
+            ranks trains one replica with the node's mean gradient, and nodes exchange replicas.
         aggregation: how the replicas' weights are combined.
     """
 
@@ -162,11 +163,11 @@ class LocalSGD(Replicas):
         return copies.average_copies() if self.aggregation.sums else copies.combine_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes are sent, which lose less to rounding than weights do."""
+        """Return whether changes are sent: compression loses less in changes than in weights."""
         return copies.rank.strategy.compression.gradients is not None
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return the count of vectors: the replica, and the weights after the last exchange."""
+        """Return 2 if changes are sent (the replica, and the previous weights), otherwise 1."""
         return 1 + copies.changes
 
     def merge(self, site: Any, gradients: Any) -> Merge:
@@ -192,7 +193,7 @@ PLAIN = tuple(
         f"sync.{field}",
         None,
         {"sync.aggregation": "mean", "compression.gradients": None},
-        "plain reductions of parts of the model run in the background",
+        "only plain reductions of parts of the model can run in the background",
         default,
     )
     for field, default in (("fragments", 1), ("delay", 0), ("mixing", 0.0))
@@ -201,20 +202,20 @@ PLAIN = tuple(
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DiLoCo(LocalSGD):
-    """Local SGD in which the mean change of replicas is the gradient of an outer step.
+    """Local SGD in which an outer step uses the replicas' mean change as its gradient.
 
     The outer step is an SGD step with Nesterov momentum [DiLoCo, Douillard et al. 2023]. With
     `fragments`, `delay` or `mixing`, exchanges are spread over steps [Streaming DiLoCo, Douillard
     et al. 2025].
 
     Attributes:
-        outer_lr: the learning rate of the outer step; with 1 and no momentum, this is local SGD.
+        outer_lr: the learning rate of the outer step; 1 without momentum gives local SGD.
         outer_momentum: the Nesterov momentum of the outer step.
         fragments: the number of parts of the model; each is exchanged every `sync_every` steps.
-        delay: the number of steps between sending a part and using the mean. The reduction
-            runs in the background during the steps in between.
-        mixing: the weight given to the rank's own weights when a mean is used. None: with n
-            replicas, `2 delay / (2 delay + n)` [DASO].
+        delay: the number of steps between sending a part and using the mean, during which the
+            reduction runs in the background.
+        mixing: the weight given to the rank's own weights when a mean is used; None for
+            `2 delay / (2 delay + n)` with n replicas [DASO].
     """
 
     name: ClassVar[str] = "diloco"
@@ -244,7 +245,7 @@ class DiLoCo(LocalSGD):
 
     @property
     def streams(self) -> bool:
-        """Whether exchanges are spread over steps, or mix in some of the rank's own weights."""
+        """Whether exchanges are spread over steps, or mix the mean with the rank's own weights."""
         return (self.fragments, self.delay, self.mixing) != (1, 0, 0.0)
 
     def exchange(self, copies: PlannedCopies) -> list[Message]:
@@ -252,12 +253,12 @@ class DiLoCo(LocalSGD):
         return copies.streams() if self.streams else super().exchange(copies)
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes are sent, as outer steps and spread exchanges require."""
+        """Return whether changes are sent, which outer steps and spread exchanges require."""
         outer = (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
         return outer or self.streams or super().sends_changes(copies)
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return the count of vectors: those of local SGD, and the outer momentum."""
+        """Return the number of vectors: those of local SGD and, if used, the outer momentum."""
         return super().vectors(copies) + (self.outer_momentum > 0)
 
     def merge(self, site: Any, gradients: Any) -> Merge:
@@ -279,15 +280,15 @@ class DiLoCo(LocalSGD):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DASO(Replicas):
-    """Average gradients within each node in every step, and weights between nodes [DASO].
+    """Average gradients within each node in every step, and weights between nodes less often.
 
-    The ranks of a node take turns in sending weights, and the mean is mixed in a few steps later
-    [Coquelin et al. 2022].
+    The ranks of a node send weights in round-robin order, and the mean is mixed in a few steps
+    later [DASO, Coquelin et al. 2022].
 
     Attributes:
         delay: the number of steps between sending weights and using their mean.
-        mixing: the weight given to the rank's own weights when a mean is used. None: with n
-            replicas, `2 delay / (2 delay + n)`.
+        mixing: the weight given to the rank's own weights when a mean is used; None for
+            `2 delay / (2 delay + n)` with n replicas.
     """
 
     name: ClassVar[str] = "daso"
@@ -297,7 +298,7 @@ class DASO(Replicas):
             "sync",
             ("daso",),
             {"compression.gradients": None},
-            "plain reductions of the model run in the background",
+            "only plain reductions of the model can run in the background",
         ),
     )
     outer_lr: ClassVar[float] = 1.0
@@ -325,11 +326,11 @@ class DASO(Replicas):
         return copies.streams()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return True: changes since the last exchange are sent."""
+        """Return True: replicas always send their changes since the last exchange."""
         return True
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return the count of vectors: the replica, and the weights after the last exchange."""
+        """Return 2: the replica, and the weights after the last exchange."""
         return 2
 
     def merge(self, site: Any, gradients: Any) -> Merge:

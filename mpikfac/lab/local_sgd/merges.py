@@ -1,4 +1,4 @@
-"""The rules by which an exchange changes the rank's replica of the model."""
+"""The rules by which an exchange changes a rank's replica of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpikfac.numerics import Arena, all_finite, copy_all, elastic_gradient, nest
 from mpikfac.plan import Layout, lay_out
 from mpikfac.plan.names import OWN_MOMENTUM
 
-LARGEST = 700.0  # bound on an exponent of e, in float64
+LARGEST = 700.0  # an exponent for which exp does not yet overflow in float64
 DIVERGED = (
     "the weights of a rank are not finite; try a smaller learning rate, or exchange weights more "
     "often"
@@ -31,10 +31,11 @@ class Merge:
 
     Attributes:
         unites: whether an exchange makes all replicas equal.
-        kept: the named tensors that a checkpoint stores, all but `OWN_MOMENTUM` equal on all ranks.
-        copies: the replicas of the model in the plan.
-        copy: a buffer for the rank's replica: weights, then running statistics and votes.
-        weights: the trained part of the buffer.
+        kept: the named tensors that a checkpoint stores; all except `OWN_MOMENTUM` are equal on all
+            ranks.
+        copies: the plan of the replicas.
+        copy: a buffer for the rank's replica: weights, followed by running statistics and votes.
+        weights: the part of the buffer that contains trained weights.
     """
 
     unites = True
@@ -55,7 +56,7 @@ class Merge:
         return self.site.arena(self.copies.layout if used else nothing)
 
     def trained(self, arena: Arena) -> Tensor:
-        """Return the trained part of an arena, a vector."""
+        """Return the part of an arena that contains trained weights, as a vector."""
         return arena.flat[: self.copies.trained]
 
     def read(self) -> None:
@@ -67,10 +68,10 @@ class Merge:
         copy_all(pair for s in self._slots for pair in s.block.values_from(s.parts))
 
     def keep(self) -> None:
-        """Use the current weights, equal on all ranks, as the result of an exchange."""
+        """Adopt the current weights, which are equal on all ranks, as the result of an exchange."""
 
     def report_loss(self, loss: float | Tensor) -> None:
-        """Store the mean loss of the rank's shard of a batch.
+        """Store the mean loss of the rank's shard of the batch.
 
         Raises:
             ValueError: the rule does not use a loss.
@@ -83,10 +84,10 @@ class Merge:
         """Begin a step; if `alone`, the rank takes the step independently."""
 
     def before_step(self) -> None:
-        """Change the gradients of an independent step."""
+        """Modify the gradients of an independent step."""
 
     def end_step(self, step: int) -> bool:
-        """End an independent step; return whether the votes are now those of all ranks.
+        """End an independent step; return whether the votes now include all ranks.
 
         Collective over: world, if an exchange is due.
         """
@@ -126,14 +127,14 @@ class Merge:
             raise UserError(DIVERGED)
 
     def reset(self) -> None:
-        """Discard the memory of earlier steps."""
+        """Discard the state from earlier steps."""
         for tensors in self.kept.values():
             for tensor in tensors.values():
                 tensor.zero_()
 
 
 class AverageMerge(Merge):
-    """Replace all replicas by their mean or a rule's result, computed from weights or changes."""
+    """Replace all replicas by the mean (or other aggregate) of their weights or changes."""
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
@@ -142,7 +143,7 @@ class AverageMerge(Merge):
         self._last = slots_in(self._before, trained, site)
 
     def keep(self) -> None:
-        """Store the current weights as those after the last exchange."""
+        """Store the current weights as the weights after the last exchange."""
         copy_all(pair for s in self._last for pair in s.block.values_to(s.parts))
 
     def merge(self) -> None:
@@ -158,7 +159,7 @@ class AverageMerge(Merge):
         self.keep()
 
     def step(self) -> None:
-        """Convert the mean change in the buffer to the change to apply."""
+        """Convert the mean change in the buffer, in place, to the change to apply."""
 
 
 class OuterStep(AverageMerge):
@@ -170,7 +171,7 @@ class OuterStep(AverageMerge):
         self.kept = {"momentum": self._momentum}
 
     def step(self) -> None:
-        """Convert the mean change in the buffer to the outer step."""
+        """Convert the mean change in the buffer, in place, to the outer step."""
         if self._momentum:
             momentum = self.trained(self._momentum)
             nesterov([self.weights], [momentum], self.sync.outer_momentum)
@@ -180,14 +181,14 @@ class OuterStep(AverageMerge):
 class Streamed(OuterStep):
     """Average parts of the model one after another in the background, and use the means later.
 
-    A mean is mixed with the weights that the rank has by then [Douillard et al. 2025].
+    Each mean is mixed with the rank's weights at that time [Douillard et al. 2025].
     """
 
     unites = False
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        # For each part, the step at which its mean is used, and the member that sends it.
+        # For each part, the step in which its mean is used, and the member that sends it.
         self._under_way: dict[int, tuple[int, int]] = {}
         parts = range(self.sync.fragments)
         names = self.copies.fragments
@@ -204,9 +205,9 @@ class Streamed(OuterStep):
         self._own = 2 * delay / (2 * delay + self.copies.count) if mixing is None else mixing
 
     def end_step(self, step: int) -> bool:
-        """Send the part that is due, and use the means of parts sent `delay` steps before.
+        """Send the part that is due, and use the means of parts sent `delay` steps earlier.
 
-        Votes are exchanged with the last part.
+        Votes are exchanged together with the last part.
         """
         turn = self.sync.turn(step)
         if turn is not None:
@@ -231,8 +232,8 @@ class Streamed(OuterStep):
         """Start averaging the changes of a part since its last exchange.
 
         Args:
-            use: the step at which the mean is used.
-            place: the position, in each node, of the rank that sends.
+            use: the step in which the mean is used.
+            place: the index, within each node, of the rank that sends.
         """
         self._under_way[part] = use, place
         slots = self._parts[part]
@@ -267,7 +268,7 @@ class Streamed(OuterStep):
                     value.copy_(mean)
 
     def _step_of(self, span: slice) -> None:
-        """Convert a mean change to new common weights, and store them."""
+        """Convert a mean change to the new common weights, and store these."""
         change, before = self.copy.flat[span], self._before.flat[span]
         if not all_finite(change):
             raise UserError(DIVERGED)
@@ -278,11 +279,11 @@ class Streamed(OuterStep):
         change.copy_(before)
 
     def _sends(self, place: int) -> bool:
-        """Return whether this rank sends for its node, as the member at `place`."""
+        """Return whether this rank, as the member at `place`, sends for its node."""
         return self.plan.rank % self.copies.node == place
 
     def reset(self) -> None:
-        """Discard earlier steps, and the means in flight once their reductions have completed.
+        """Discard the state from earlier steps, and the means in flight after waiting for them.
 
         Collective over: world.
         """
@@ -297,7 +298,7 @@ class Streamed(OuterStep):
 
 
 class SeparateMerge(Merge):
-    """Base class for rules whose replicas stay separate; their mean is the state of the run."""
+    """Base class for rules whose replicas stay separate; the run's state is their mean."""
 
     unites = False
 
@@ -312,14 +313,14 @@ class SeparateMerge(Merge):
 class Leader(SeparateMerge):
     """Move each replica towards the one with the lowest mean loss [Teng et al. 2019].
 
-    A node with several replicas also has a leader. Initially, all leaders have the common weights.
+    A node with several replicas also has a leader. All leaders start with the common weights.
     """
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
         self._leaders = [self._arena() for _ in self.copies.led]
         of_node = [self.sync.in_node] * (len(self._leaders) - 1)
-        # The intervals for the leader of all ranks, then for the node's leader.
+        # The exchange intervals of the leader of all ranks and of the node's leader.
         self._every = [self.sync.sync_every, *of_node]
         self._statistics = self.copies.average_statistics()
         self._messages = self.copies.average_copies()
@@ -367,7 +368,7 @@ class Leader(SeparateMerge):
         return due[0]
 
     def reset(self) -> None:
-        """Discard the memory of earlier steps, and their losses."""
+        """Discard the state and the losses from earlier steps."""
         super().reset()
         self._heard, self._next = [], None
 
@@ -399,7 +400,7 @@ class Leader(SeparateMerge):
         return losses
 
     def _move(self, due: Sequence[bool]) -> None:
-        """Move the replica in the buffer towards each leader, farther if the leader is due."""
+        """Move the replica in the buffer towards each leader, further towards those due."""
         rule, before = self.sync, self.weights.clone()
         for leader, now, every in zip(self._leaders, due, self._every):
             share = rule.leader_step if now else rule.leader_pull / every
@@ -407,10 +408,10 @@ class Leader(SeparateMerge):
 
 
 class Elastic(SeparateMerge):
-    """Move each replica towards the average of its own steps and the mean of all averages.
+    """Move each replica to the average of its steps and towards the mean of all averages.
 
-    In between, replicas are pulled towards the weights after the last exchange [Chaudhari et al.
-    2018].
+    Between exchanges, replicas are pulled towards their weights after the last exchange [Chaudhari
+    et al. 2018].
     """
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
@@ -421,7 +422,7 @@ class Elastic(SeparateMerge):
         self.kept = {"exchanges": {"count": self._exchanges}, OWN_MOMENTUM: self._momentum}
 
     def _pull(self, pull: float, most: float) -> float:
-        """Return the current strength of a pull, which grows with every exchange, up to `most`."""
+        """Return the current strength of a pull, which grows with each exchange up to `most`."""
         growth = int(self._exchanges) * math.log1p(self.sync.growth)
         return min(pull * math.exp(min(growth, LARGEST)), most)
 
@@ -432,7 +433,7 @@ class Elastic(SeparateMerge):
             arena.flat.copy_(self.copy.flat)
 
     def before_step(self) -> None:
-        """Add the difference from the weights after the last exchange to the gradients."""
+        """Add a multiple of the difference from the last exchange's weights to the gradients."""
         self.read()
         self.weights -= self.trained(self._anchor)
         self.weights *= self._pull(self.sync.gamma, self.sync.max_gamma)
@@ -443,13 +444,13 @@ class Elastic(SeparateMerge):
                     gradient.add_(pull)
 
     def after_step(self) -> None:
-        """Add the weights to the running average of the steps."""
+        """Update the running average of the weights over steps."""
         self.read()
         decay = self.sync.alpha
         self.trained(self._of_steps).mul_(decay).add_(self.weights, alpha=1 - decay)
 
     def merge(self) -> None:
-        """Average the ranks' averages, and take a step from the weights after the last exchange."""
+        """Average the ranks' averages, and take a step from the last exchange's weights."""
         self.after_step()
         anchor, average = self.trained(self._anchor), self.trained(self._of_steps)
         self.weights.copy_(average)

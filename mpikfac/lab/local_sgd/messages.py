@@ -1,4 +1,4 @@
-"""Replicas of the model that differ between exchanges: who trains them, and what is exchanged."""
+"""The plan of replicas that differ between exchanges: who trains them, and what is exchanged."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mpikfac.plan import (
 
 @dataclass(frozen=True)
 class PlannedCopies:
-    """The replicas of the model as a rank sees them; empty if ranks exchange gradients."""
+    """A rank's view of the replicas of the model; empty if ranks exchange gradients."""
 
     rank: RankPlan
 
     @property
     def sync(self) -> Any:
-        """The method, a `mpikfac.lab.Replicas`, if ranks train replicas."""
+        """The strategy's `sync`, which is a `mpikfac.lab.Replicas` if ranks train replicas."""
         return self.rank.strategy.sync
 
     @property
@@ -39,7 +39,7 @@ class PlannedCopies:
 
     @property
     def first(self) -> int:
-        """The first of the ranks that train this rank's replica."""
+        """The first rank that trains this rank's replica."""
         return self.rank.rank // self.node * self.node
 
     @property
@@ -61,14 +61,14 @@ class PlannedCopies:
 
     @cached_property
     def trained(self) -> int:
-        """The number of elements in a replica's trained tensors; running means follow them."""
+        """The number of elements in a replica's trained tensors, which precede running means."""
         offsets = self.layout.offsets
         means = (offsets[name] for name in self.rank.means if name in offsets)
         return min(means, default=self.layout.size)
 
     @cached_property
     def fragments(self) -> dict[str, int]:
-        """The part of the model to which each block belongs; parts are of similar size."""
+        """The part of the model to which each block belongs; the parts have similar sizes."""
         layout, count = self.layout, self.sync.fragments
         return {n: offset * count // layout.size for n, offset in layout.offsets.items()}
 
@@ -83,12 +83,12 @@ class PlannedCopies:
         return [message(names.REDUCE_GRADIENTS, "Allreduce", over, everything, self.node, size)]
 
     def exchange_weights(self) -> list[Message]:
-        """Return the messages in which replicas exchange their weights, or their changes."""
+        """Return the messages in which replicas exchange their weights or changes."""
         exchange: list[Message] = self.sync.exchange(self)
         return exchange
 
     def combine_copies(self) -> list[Message]:
-        """Return the messages of a rule that combines all replicas."""
+        """Return the messages for an aggregation rule other than the mean."""
         return robust.combine(self.rank, names.EXCHANGE_WEIGHTS, self.layout)
 
     def average_statistics(self) -> list[Message]:
@@ -108,7 +108,7 @@ class PlannedCopies:
         ]
 
     def streams(self) -> list[Message]:
-        """Return the reductions of a replica's parts; between nodes, also the Bcasts in nodes."""
+        """Return the reductions of a replica's parts and, if nodes train replicas, the Bcasts."""
         stage, size = names.EXCHANGE_WEIGHTS, self.rank.itemsizes.numbers
         if self.sync.replicas == "rank":
             return stages.summed(self.rank, stage, self.layout, self.fragments)
@@ -121,7 +121,7 @@ class PlannedCopies:
 
     @cached_property
     def led(self) -> dict[str, range]:
-        """The ranks that a leader leads, by communicator: all ranks, and those of a node."""
+        """The ranks that each leader leads, by communicator: all ranks, and those of a node."""
         ranks, per_node = self.rank.grid.count, self.rank.strategy.transport.ranks_per_node or 1
         teams = {"world": range(ranks)}
         if 1 < per_node < ranks and self.node == 1:  # otherwise, a node has one replica
@@ -130,9 +130,9 @@ class PlannedCopies:
         return teams
 
     def from_leader(self, over: str, root: int) -> list[Message]:
-        """Return the messages that send the replica of rank `root` to the ranks that it leads.
+        """Return the messages that send rank `root`'s replica to the ranks that it leads.
 
-        A node's replica is sent once between nodes, and then within the nodes.
+        If nodes train replicas, the replica is sent between nodes first, and then within nodes.
         """
         if self.count == 1:
             return []

@@ -1,4 +1,4 @@
-"""The rank's replica of the model: when replicas differ or are merged, and what is saved."""
+"""A rank's replica of the model: when replicas differ or are merged, and what is saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpikfac.plan.names import (
     STEPS,
 )
 
-# Items that differ between replicas.
+# State items that differ between replicas.
 APART = (
     OF_OPTIMIZER_STATE,
     OF_EXCHANGE + OWN_MOMENTUM,
@@ -38,9 +38,9 @@ class OfCopy(Sender):
         self._in_node, self._node = copies.reduce_in_node(), copies.node
 
     def add_up(self, turn: int | None = None) -> None:
-        """Average over the node if ranks train replicas, otherwise over all ranks.
+        """Average over the ranks of this replica in independent steps, otherwise over all ranks.
 
-        Collective over: the ranks of a node, or world.
+        Collective over: the ranks of this replica, or world.
         """
         if not self.alone:
             super().add_up(turn)
@@ -50,7 +50,7 @@ class OfCopy(Sender):
 
 
 class Copies(OneModel):
-    """The replicas of the model, which ranks train independently and merge every few steps.
+    """Replicas of the model, which ranks train independently and merge every few steps.
 
     Running statistics and votes are averaged at each exchange.
 
@@ -60,7 +60,7 @@ class Copies(OneModel):
     """
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
-        """Store the current weights, equal on all ranks, as those after the last exchange."""
+        """Store the current weights, which are equal on all ranks, as an exchange's result."""
         super().__init__(site, gradients)
         self._sync = cast(Replicas, site.plan.strategy.sync)
         self._sender = gradients.sender = OfCopy(gradients.sender, site)
@@ -70,7 +70,7 @@ class Copies(OneModel):
         self.keep()
 
     def keep(self) -> None:
-        """Store the current weights, equal on all ranks, as those after the last exchange."""
+        """Store the current weights, which are equal on all ranks, as an exchange's result."""
         self.rule.keep()
         self.differ, self.heard = False, True
 
@@ -88,14 +88,14 @@ class Copies(OneModel):
         self.rule.begin_step(self._sender.alone)
 
     def before_update(self, step: int) -> None:
-        """Change the gradients of an independent step, before the optimizer."""
+        """Modify the gradients of an independent step before the optimizer uses them."""
         if self._sync.alone(step):
             self.rule.before_step()
 
     def end_step(self, step: int) -> None:
         """Merge the replicas if an exchange is due right after `step`.
 
-        Collective over: world if due, else none.
+        Collective over: world if an exchange is due, otherwise none.
 
         Raises:
             UserError: a rank's weights are not finite.
@@ -105,14 +105,14 @@ class Copies(OneModel):
             return
         self.differ, self.heard = True, self.rule.end_step(step)
         if self.heard:
-            self._votes.heard = []  # from this rank alone
+            self._votes.heard = []  # these votes came from this rank alone
             self.differ = not self.rule.unites
 
     def check_combined(self) -> None:
         """Check that all ranks have the same model.
 
         Raises:
-            ValueError: replicas can differ, so none of them is the state of the run.
+            ValueError: replicas can differ, so no replica is the state of the run.
         """
         if self.differ:
             raise ValueError(
@@ -135,17 +135,17 @@ class Copies(OneModel):
     # -- state -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Discard what is stored between exchanges."""
+        """Discard the state that is kept between exchanges."""
         self.rule.reset()
 
     def items(self) -> Iterator[Item]:
-        """Yield what is stored between exchanges, equal on all ranks except for momentum."""
+        """Yield the state kept between exchanges; only momentum differs between ranks."""
         for name, tensors in self.rule.kept.items():
             for block, tensor in tensors.items():
                 yield Item(f"{OF_EXCHANGE}{name}/{block}", tensor)
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names of all stored items if `names` contains any of them, otherwise none."""
+        """Return the names of all items if `names` contains any of them, otherwise none."""
         complete = super().complete(names)
         return complete if complete & set(names) else set()
 
@@ -154,19 +154,19 @@ class Copies(OneModel):
         return [item for item in self.items() if item.name in names]
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Load the items, after `reset`; the current weights are those after the last exchange."""
+        """Load the items after `reset`; the current weights count as an exchange's result."""
         super().load_state_dict(state, names)
         self.keep()
 
     def shared(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the rank's part of the state, with per-rank names for what differs."""
+        """Return the rank's part of the state, with per-rank names for items that differ."""
         return of_copies(state, self.plan.rank)
 
     def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state of the rank's replica, or of rank 0's if all are equal.
+        """Return the state of this rank's replica, or of rank 0's if all replicas are equal.
 
-        The state of a replica is that of the first rank that trains it, even if the saved run had
-        different nodes.
+        A replica's state is that of the first rank that trains it, even if the saved run used a
+        different number of ranks per node.
         """
         steps = state.get(STEPS)
         alone = isinstance(steps, int) and self._sync.alone(steps)
@@ -174,7 +174,7 @@ class Copies(OneModel):
 
 
 class _Renamed(Mapping[str, Any]):
-    """A state with renamed items, which are read on first access, as in the state itself."""
+    """A view of a state under different names; like the state, it reads items on first access."""
 
     def __init__(self, state: Mapping[str, Any], names: Mapping[str, str]) -> None:
         self._state, self._names = state, names
@@ -190,7 +190,7 @@ class _Renamed(Mapping[str, Any]):
 
 
 def of_copies(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return a rank's part of the state, with per-rank names for what differs between replicas.
+    """Return a rank's part of the state; items that differ between replicas get per-rank names.
 
     Rank 0's items keep their names, and form the state of a single model.
     """
@@ -199,7 +199,7 @@ def of_copies(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 def of_rank(state: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
-    """Return the state of the rank's replica, or of rank 0's if the rank has none."""
+    """Return the state of a rank's replica, or rank 0's if the state does not contain it."""
     prefix = OF_COPY.format(rank)
     names = {name: name for name in state if not name.startswith(OF_COPY.partition("{")[0])}
     names |= {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}

@@ -24,11 +24,9 @@ class LSGD(Replicas):
     Attributes:
         replicas: who trains a replica; see `LocalSGD`.
         local_sync_every: the number of steps from one exchange with the node's leader to the next,
-                which must divide `sync_every`. None: the node's leader and the leader of all ranks
-                change in the same steps.
+                which must divide `sync_every`; None for `sync_every`.
         leader_step: the fraction of the distance to a leader that an exchange covers.
-        leader_pull: the fraction of the distance that all steps between two exchanges cover
-            together.
+        leader_pull: the total fraction of the distance that the steps between two exchanges cover.
     """
 
     name: ClassVar[str] = "lsgd"
@@ -75,13 +73,13 @@ class LSGD(Replicas):
         return 1 / (self.in_node if stage == names.EXCHANGE_IN_NODE else self.sync_every)
 
     def exchange(self, copies: PlannedCopies) -> list[Message]:
-        """Return the messages that send leaders' replicas, and reductions of running statistics."""
+        """Return the messages that send leaders' replicas and reduce running statistics."""
         teams = copies.led.items()
         led = [m for over, team in teams for m in copies.from_leader(over, team.start)]
         return led + copies.average_statistics()
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return the number of vectors that a rank keeps: its replica, and those of its leaders."""
+        """Return the number of vectors that a rank stores: its replica and those of its leaders."""
         return 1 + len(copies.led)
 
     def merge(self, site: Any, gradients: Any) -> Merge:

@@ -1,1 +1,1 @@
-"""Clients that train with parameter servers, without waiting for each other."""
+"""Parameter servers, and clients that train with them without waiting for each other."""

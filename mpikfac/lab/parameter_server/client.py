@@ -56,9 +56,10 @@ from mpikfac.trainer import Trainer
 class AsyncSGD(Trainer):
     """Asynchronous SGD on a client's ranks [Dean et al. 2012, Paine et al. 2013].
 
-    A client pushes an update, which is the gradient of one batch or the sum of several, and fetches
-    the weights. Servers apply updates in order of arrival, by steps of an optimizer. An update is
-    stale if other clients have changed the weights in the meantime. Results depend on timing.
+    A client pushes an update (the gradient of a batch, or the sum over several batches) and fetches
+    the weights. Servers apply each update, in order of arrival, with a step of an optimizer. An
+    update is stale if other clients have changed the weights in the meantime. Results depend on
+    timing.
 
         sync = mpikfac.lab.ParameterServer(servers=1)
         team = mpikfac.split_comm(comm, sync.servers)
@@ -69,15 +70,17 @@ class AsyncSGD(Trainer):
             ...
             trainer.close()
 
-    The ranks of a client average gradients like `FirstOrderTrainer`, which documents the rest of
-    the interface. All ranks of a client take the same steps; clients can take any number of steps.
+    A client's ranks average gradients as with `FirstOrderTrainer`, which documents the rest of the
+    interface. All ranks of a client must take the same number of steps; different clients can take
+    different numbers of steps.
 
     Args:
-        optimizer: must match the servers' optimizer, which takes the steps. Here, it provides
-            hyperparameters such as the learning rate. A changed hyperparameter is sent with the
-            next update, and applies from then on.
+        optimizer: must match the servers' optimizer, which takes the steps. The client's optimizer
+            only provides hyperparameters such as the learning rate. If one changes, it is sent with
+            the next update, and applies from then on.
         team: the result of `split_comm`.
-        strategy: contains a `ParameterServer` as `sync`, and what a client's ranks exchange.
+        strategy: a strategy with a `ParameterServer` as `sync`; the other fields determine how a
+            client's ranks exchange gradients.
 
     Collective over: the team's intercommunicator. All ranks get the model of the first client's
     first rank.
@@ -119,18 +122,19 @@ class AsyncSGD(Trainer):
 
     @property
     def combined(self) -> bool:
-        """Whether all clients have met since the last step, so that all have the same model.
+        """Whether all clients have met since the last step, and therefore have the same model.
 
-        If so, votes include all clients. Otherwise, they consist of each client's latest votes.
+        If so, the votes of this step include all clients. Otherwise, the votes are the clients'
+        latest ones.
         """
         return self._client.heard
 
     @property
     def staleness(self) -> Counter[int]:
-        """The number of the client's updates by staleness.
+        """The number of the client's updates for each value of staleness.
 
         The staleness of an update is the number of other clients' updates that were applied after
-        its weights had been fetched.
+        the client fetched its weights.
         """
         return self._client.staleness
 
@@ -140,27 +144,28 @@ class AsyncSGD(Trainer):
         return self._client.version
 
     def call(self) -> None:
-        """Request that all clients meet after one of the next steps; see `combined`.
+        """Request that all clients meet after one of the following steps; see `combined`.
 
-        All clients meet after the same step, counted from the first step of each client.
-        To stop or to save states after the same step, vote with a reason, and call this method.
+        All clients meet after the same step, counted from each client's first step. To stop, or to
+        save states, after the same step on all clients, cast a vote that states the reason, and
+        call this method.
         """
         self._client.wish = True
 
     def average_replicas(self) -> None:
-        """Wait for all clients, after pushing the pending update, and fetch the weights.
+        """Push the pending update, wait for all clients, and fetch the weights.
 
-        All clients must call it, for example before an evaluation or a checkpoint. The first
-        client's call ends the warm-up.
+        All clients must call this method, for example before an evaluation or a checkpoint. The
+        first client's call ends the warm-up.
 
         Collective over: all clients.
         """
         self._client.average_replicas()
 
     def close(self) -> None:
-        """Disconnect from the servers, and free the communicators; no further step is possible.
+        """Disconnect from the servers, and free the communicators; no more steps are possible.
 
-        `run_parameter_server` returns once all clients have left. Later calls do nothing.
+        `run_parameter_server` returns once all clients have left. Later calls have no effect.
 
         Collective over: the client's ranks.
         """
@@ -175,7 +180,7 @@ class AsyncSGD(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state by name; the first rank gets it from the servers.
 
-        A synchronous run can load such a state, and vice versa. Staleness counts are not stored.
+        A synchronous run can load this state, and vice versa. Staleness counts are not stored.
 
         Raises:
             ValueError: clients have not met since the last step.
@@ -189,7 +194,7 @@ class AsyncSGD(Trainer):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state on all clients and servers, or on none.
+        """Load a state on all clients and servers or, if this fails on any client, on none.
 
         Collective over: all clients.
 
@@ -215,10 +220,10 @@ class AsyncSGD(Trainer):
 
 
 class Client(OneModel):
-    """The client of a rank: updates to the servers, weights from the servers, and meetings.
+    """A rank's client, which sends updates to the servers, receives weights, and meets others.
 
     Attributes:
-        choices: the strategy's choices.
+        choices: the strategy's `ParameterServer`.
         staleness: see `AsyncSGD`.
         version: see `AsyncSGD`.
         wish: whether the client requests a meeting of all clients.
@@ -250,14 +255,14 @@ class Client(OneModel):
         self._trained = [s for s in gradients.slots if s.block.parameters]
         self._outgoing, self._incoming = on_host(flat), torch.empty_like(flat, device="cpu")
         self._spans = [slice(*span) for span in spans(layout, self.choices.servers)]
-        # Servers receive only changed hyperparameters: an optimizer can count its steps in a
+        # Send only hyperparameters that the program changes: an optimizer may count its steps in a
         # parameter group, and only the servers' optimizers take steps.
         self._numbers = dict(group_settings(optimizer))
         self._changed: set[str] = set()
 
     @property
     def follows(self) -> bool:
-        """Whether the client's ranks act on the votes of the step: always."""
+        """Whether the client's ranks act on the votes of the step, which they always do."""
         return True
 
     def join(self) -> None:
@@ -273,7 +278,7 @@ class Client(OneModel):
         self.gradients.keep()
 
     def begin(self, steps: int, version: int) -> None:
-        """Restart after `steps` steps, where all clients have the same model."""
+        """Restart after `steps` steps, with the same model on all clients."""
         self._steps, self.version, self._taken, self._old = steps, version, 0, 0
         self._sums.flat.zero_()
         self._numbers, self._changed = dict(group_settings(self.optimizer)), set()
@@ -290,7 +295,7 @@ class Client(OneModel):
         self._steps = step
 
     def add(self) -> None:
-        """Add the gradients to the update; update the replica by SGD unless new weights are due."""
+        """Add the gradients to the update; take an SGD step unless new weights are due."""
         arena, sums = self.gradients.arena, self._sums
         for slot in self._trained if sums else ():
             name = slot.block.name
@@ -300,7 +305,7 @@ class Client(OneModel):
             self._step_alone()
 
     def _step_alone(self) -> None:
-        """Update the client's replica of the weights by plain SGD."""
+        """Update the client's replica of the weights with a plain SGD step."""
         rates = {id(p): g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
         for slot in self._trained:
             parameter = slot.block.parameters[0]
@@ -309,7 +314,7 @@ class Client(OneModel):
                     parameter.sub_(slot.parts[0], alpha=float(rates[id(parameter)]))
 
     def end_step(self, step: int) -> None:
-        """Count the step, and push a complete update; servers ignore blocks with NaN."""
+        """Count the step; push the update if it is complete. Servers ignore blocks with NaN."""
         self.heard = False
         self._taken, self._old = self._taken + 1, self._old + 1
         fetches = self._old == self.choices.fetches
@@ -320,7 +325,7 @@ class Client(OneModel):
         self._steps = step + 1
 
     def _push(self, tag: int = PUSH) -> None:
-        """Push the update, and meet if the servers request it."""
+        """Push the update, and meet the other clients if the servers request it."""
         arena, self._taken = self.gradients.arena, 0
         if self._sums:
             copy_all([(arena[s.block.name], self._sums[s.block.name]) for s in self._trained])
@@ -334,7 +339,7 @@ class Client(OneModel):
             self._meet()
 
     def _ask(self, tag: int) -> Answer:
-        """Send a request to the servers, and use the weights of the answer.
+        """Send a request to the servers, and load the weights in their answers.
 
         Collective over: the client's ranks.
         """
@@ -360,7 +365,7 @@ class Client(OneModel):
         return cast(Answer, words)
 
     def _take(self, words: Answer) -> None:
-        """Use the weights that have arrived, and the votes of all clients."""
+        """Load the received weights, and the votes of all clients."""
         arena, slots, self._old = self.gradients.arena, self.gradients.slots, 0
         arena.flat.copy_(self._incoming)
         arena[self.gradients.votes.name].copy_(torch.tensor(words.votes))
@@ -399,7 +404,7 @@ class Client(OneModel):
 
 
 class Accumulated(Everyone):
-    """Add a client's gradients to an update, in place of an optimizer step."""
+    """Add a client's gradients to an update instead of taking an optimizer step."""
 
     def __init__(self, gradients: Gradients, client: Client) -> None:
         super().__init__(gradients)
@@ -414,17 +419,17 @@ class ClientMethod(Method):
     """Leave averaged gradients in the arena, from which the client pushes them."""
 
     def direct(self, numbers: Numbers) -> None:
-        """Leave the gradients of the model unchanged."""
+        """Leave the model's gradients unchanged."""
         self.is_consistent = False
 
     def prepare_change(self) -> None:
-        """Raise an error: servers do not support a change of the trained parameters.
+        """Raise an error, because servers do not support changes to the set of trained parameters.
 
         Raises:
             UserError: always.
         """
         raise UserError(
-            "the trained parameters of the model have changed; asynchronous training needs the "
+            "the model's set of trained parameters has changed; asynchronous training needs the "
             "same parameters from the first step to the last"
         )
 
@@ -481,7 +486,7 @@ def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> Paramet
     if choices.fetches > 1 and not isinstance(optimizer, SGD):
         name = "push_interval" if choices.fetch_interval is None else "fetch_interval"
         raise ValueError(
-            f"{name}={choices.fetches} needs the optimizer SGD, not {type(optimizer).__name__}: "
-            f"between two fetches, a client takes SGD steps"
+            f"{name}={choices.fetches} needs the optimizer SGD, not {type(optimizer).__name__}, "
+            f"because a client takes SGD steps between two fetches"
         )
     return choices

@@ -1,4 +1,4 @@
-"""Clients that train with parameter servers, without waiting for each other."""
+"""The configuration of training with parameter servers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from mpikfac.plan import Synchronization, check_count, check_divides, make_plain
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ParameterServer(Synchronization):
-    """Clients send updates to servers, which keep the weights [Dean et al. 2012].
+    """Train with clients that send updates to servers, which store the weights [Dean et al. 2012].
 
     The trainer is `AsyncSGD`.
 
     Attributes:
-        servers: the number of ranks that do not train: each owns a shard of the weights, and
+        servers: the number of ranks that do not train; each owns a shard of the weights, and
             applies updates to it in order of arrival.
         push_interval: the number of batches per update. Between two updates, a client takes plain
             SGD steps on a replica of the weights, and accumulates the gradients.
-        fetch_interval: the number of batches from one fetch of weights to the next. None: weights
-            are fetched with each update.
+        fetch_interval: the number of batches from one fetch of weights to the next; None to fetch
+            weights with each update.
         warmup_updates: the number of updates at the start that come from a single client.
         ranks_per_client: the number of ranks per client, which average gradients.
     """
@@ -49,7 +49,7 @@ class ParameterServer(Synchronization):
 
     @property
     def server_ranks(self) -> int:
-        """The number of ranks that keep weights for others, and do not train."""
+        """The number of ranks that store weights and do not train."""
         return self.servers
 
     def check_ranks(self, ranks: int) -> None:

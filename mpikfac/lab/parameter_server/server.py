@@ -1,4 +1,4 @@
-"""The weights that clients share: a server applies updates to them in order of arrival."""
+"""Parameter servers, which apply clients' updates to the weights in order of arrival."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from mpikfac.plan import Layout, lay_out
 from mpikfac.plan.names import OF_OPTIMIZER, OPTIMIZER, RECEIVE_UPDATE, SEND_WEIGHTS, VERSION
 from mpikfac.trace import Trace
 
-SILENCE = 60.0  # seconds of silence after which a log line names a client
+SILENCE = 60.0  # seconds of silence after which a client is named in the log
 
 log = logging.getLogger("mpikfac")
 
@@ -66,10 +66,11 @@ def run_parameter_server(
         model: the clients' model; the server receives the weights of client 0.
         optimizer: takes one step per update, with the update as gradient.
         team: the result of `split_comm`.
-        trace: records seconds and bytes of the stages.
+        trace: records the seconds and bytes of the stages.
 
     Returns:
-        The number of updates of each client by staleness; see `AsyncSGD.staleness`.
+        For each client, the number of updates for each value of staleness; see
+        `AsyncSGD.staleness`.
 
     Collective over: the team's intercommunicator.
 
@@ -80,7 +81,7 @@ def run_parameter_server(
     check_optimizer(optimizer, model)
     if team.comm is not None or team.intercomm is None:
         raise ValueError(
-            "run_parameter_server() is for the ranks that split_comm() sets apart; this rank trains"
+            "run_parameter_server() is for the servers that split_comm() selects; this rank trains"
         )
     server = Server(model, optimizer, team.intercomm, trace or Trace())
     server.run()
@@ -88,7 +89,7 @@ def run_parameter_server(
 
 
 def spans(layout: Layout, servers: int) -> list[tuple[int, int]]:
-    """Return the servers' shards: consecutive blocks of a layout, with about equal total sizes."""
+    """Return the spans of the servers' shards: consecutive blocks of about equal total size."""
     places = [*layout.offsets.values(), layout.size]
     equal = [layout.size * server / servers for server in range(1, servers)]
     cuts = [min(places, key=lambda place: abs(place - cut)) for cut in equal]
@@ -96,7 +97,7 @@ def spans(layout: Layout, servers: int) -> list[tuple[int, int]]:
 
 
 def on_host(flat: Tensor) -> Tensor:
-    """Return `flat` if it is on the host, otherwise pinned memory of the same size on the host."""
+    """Return `flat` if it is on the host; otherwise, return pinned host memory of the same size."""
     if flat.is_cpu:
         return flat
     return torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
@@ -138,7 +139,7 @@ class Server:
         self._present = set(self._clients)
         self._held: set[int] = set()  # clients that wait for the end of the warm-up
         self._waiting: set[int] = set()  # clients that wait for all clients
-        self._fetched = dict.fromkeys(self._clients, 0)  # versions
+        self._fetched = dict.fromkeys(self._clients, 0)  # the version that each client fetched
         self._steps = dict.fromkeys(self._clients, -1)
         self._votes: dict[int, list[float]] = {}
         self._heard = dict.fromkeys(self._clients, time.monotonic())
@@ -146,7 +147,7 @@ class Server:
 
     @property
     def staleness(self) -> list[Counter[int]]:
-        """The number of updates of each client by staleness."""
+        """For each client, the number of updates for each value of staleness."""
         return list(self._counts.values())
 
     def run(self) -> None:
@@ -174,12 +175,12 @@ class Server:
 
     def _give(self, client: int) -> None:
         staleness = self._take(client, GIVE)
-        self._fetched[client] += 1  # the client has applied the update to its replica
+        self._fetched[client] += 1  # the client has already applied the update to its replica
         answer(self._link, client, GIVE, [], self._words(staleness))
         self._release()
 
     def _take(self, client: int, tag: int) -> int:
-        """Take a step with a client's update, and return the staleness of the update."""
+        """Take a step with a client's update; return the staleness of the update."""
         request = receive_request(self._link, client, tag)
         with self.trace.stage(RECEIVE_UPDATE, "servers"):
             begin_receive(self._link, self._host, client, tag)()
@@ -193,7 +194,7 @@ class Server:
 
     def _fetch(self, client: int) -> None:
         request = receive_request(self._link, client, FETCH)
-        self._note(client, request._replace(step=self._steps[client]))  # meetings follow updates
+        self._note(client, request._replace(step=self._steps[client]))  # only updates advance it
         self._answer(client, FETCH)
 
     def _hold(self, client: int) -> None:
@@ -232,15 +233,15 @@ class Server:
         self._steps[client] = request.step
         self._votes[client] = request.votes
         if request.wish and self._meet_at is None:
-            # No client is ahead of this step, so the answers to the next updates announce the
+            # No client is ahead of this step, so the answers to the next updates will announce the
             # meeting to all clients in time.
             self._meet_at = max(self._steps.values()) + self._asked.push_interval
 
     def _apply(self, numbers: Mapping[str, float]) -> None:
-        """Apply the update that has arrived to the shard of the weights.
+        """Apply the received update to this server's shard of the weights.
 
         Blocks with NaN or infinity are ignored. With n clients, a running statistic moves 1/n of
-        the way to the client's, so statistics are averages over the clients' last updates.
+        the way to the client's value, so statistics average over the clients' last updates.
         """
         for name, number in numbers.items():
             set_group_setting(self.optimizer, name, number)
@@ -260,7 +261,7 @@ class Server:
         self.optimizer.step()
 
     def _answer(self, client: int, tag: int, staleness: int | None = None) -> None:
-        """Send a client the weights."""
+        """Send the weights to a client."""
         copy_all(pair for block, parts in self._slots for pair in block.values_to(parts))
         if self._host is not self._arena.flat:
             self._host.copy_(self._arena.flat)
@@ -274,9 +275,9 @@ class Server:
         return Answer(self.version, staleness, self._meet_at, votes)
 
     def _release(self) -> None:
-        """Answer waiting clients if their wait is over.
+        """Answer the waiting clients that need not wait any longer.
 
-        The warm-up ends at the latest when the client that trains first meets the others.
+        The warm-up ends, at the latest, when the client that trains during it wants to meet.
         """
         first = self._clients[0]
         warm = first in self._present - self._waiting and self.version < self._asked.warmup_updates
@@ -297,7 +298,7 @@ class Server:
         self._release()
 
     def _look_for_lost(self) -> None:
-        """Drop clients that have died, and log the numbers of silent ones."""
+        """Drop clients that have died, and log which clients are silent."""
         for client in {
             rank - rank % self._asked.ranks_per_client for rank in lost_ranks(self._link)
         }:

@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Parle(Replicas):
-    """Move each replica to the average of its own steps and towards the mean of all averages.
+    """Move each replica to the average of its steps and towards the mean of all averages.
 
     Attributes:
         replicas: who trains a replica; see `LocalSGD`.
-        gamma: the coefficient of the difference from the weights after the last exchange, which
-            each step adds to the gradient.
-        rho: the coefficient of the difference from the mean in the step at an exchange, which also
-            contains the difference from the replica's own average.
-        growth: the relative growth of both coefficients per exchange; in the paper, it is
-            1 / (2 B) for B batches per epoch.
-        max_gamma, max_rho: the values up to which `gamma` and `rho` can grow.
+        gamma: the strength of the pull between exchanges: each step adds `gamma` times the
+            difference from the last exchange's weights to the gradient.
+        rho: the strength of the pull towards the mean in the outer step at an exchange, which also
+            moves the replica to its own average.
+        growth: the relative growth of both strengths per exchange; in the paper, it is 1 / (2 B)
+            for B batches per epoch.
+        max_gamma, max_rho: the maximum values of `gamma` and `rho`.
         alpha: the weight of earlier steps in the running average of a replica's steps.
-        outer_lr: the learning rate of the step at an exchange.
-        outer_momentum: the Nesterov momentum of that step.
+        outer_lr: the learning rate of the outer step.
+        outer_momentum: the Nesterov momentum of the outer step.
     """
 
     name: ClassVar[str] = "parle"
@@ -66,9 +66,9 @@ class Parle(Replicas):
         check_fraction("outer_momentum", self.outer_momentum)
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return the number of vectors that a rank keeps.
+        """Return the number of vectors that a rank stores.
 
-        They are the replica, the weights after the last exchange, the average of the steps, and, if
+        These are the replica, the weights after the last exchange, the average over steps and, if
         used, the outer momentum.
         """
         return 3 + (self.outer_momentum > 0)

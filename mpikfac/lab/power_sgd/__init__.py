@@ -1,1 +1,1 @@
-"""Reductions of thin matrices in place of gradients [PowerSGD, Vogels et al. 2019]."""
+"""Reduce thin matrices instead of gradients [PowerSGD, Vogels et al. 2019]."""

@@ -1,8 +1,8 @@
 """Reduce low-rank approximations of matrices.
 
 PowerSGD [Vogels et al. 2019] reduces `P = M Q`, makes the columns of P orthonormal, reduces
-`Q = M^T P`, and uses `P Q^T` as the sum of all M. This is one step of a power iteration, which
-starts from the Q of the last step.
+`Q = M^T P`, and uses `P Q^T` as the sum of all ranks' M. This is one step of a power iteration,
+which starts from the previous step's Q.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Matrix(NamedTuple):
-    """The location of a gradient `[groups, outputs, inputs]` in an arena, from index `start`."""
+    """The location and shape of a gradient in an arena, where it starts at index `start`."""
 
     start: int
     groups: int
@@ -29,24 +29,24 @@ class Matrix(NamedTuple):
     def sides(self, rank: int) -> tuple[int, int]:
         """Return the sizes of P `[groups, outputs, rank]` and Q `[groups, inputs, rank]`.
 
-        The rank is at most the smaller order.
+        The rank is limited to the smaller of the matrix's two orders.
         """
         rank = min(rank, self.outputs, self.inputs)
         return self.groups * self.outputs * rank, self.groups * self.inputs * rank
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the gradient in an arena, `[groups, outputs, inputs]`."""
+        """Return a view `[groups, outputs, inputs]` of the gradient in an arena."""
         shape = self.groups, self.outputs, self.inputs
         return flat[self.start : self.start + math.prod(shape)].view(shape)
 
 
 def matrix(start: int, shape: Shape, of_groups: bool) -> Matrix:
-    """Return the matrix of a block; the first dimension of a parameter counts outputs.
+    """Return the matrix of a block of the given shape.
 
-    A vector is a single row.
+    The first dimension of a parameter indexes outputs. A vector is treated as a single row.
 
     Args:
-        of_groups: whether three dimensions are groups, outputs and inputs.
+        of_groups: whether a three-dimensional shape means groups, outputs and inputs.
     """
     groups = shape[0] if of_groups and len(shape) == 3 else 1
     if of_groups:
@@ -60,7 +60,7 @@ def matrix(start: int, shape: Shape, of_groups: bool) -> Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDCodec(Codec):
-    """Send products `P Q^T` in place of matrices.
+    """Send products `P Q^T` instead of matrices.
 
     Attributes:
         rank: the number of columns of P and Q.
@@ -75,17 +75,17 @@ class PowerSGDCodec(Codec):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """The positions of the matrices' first elements."""
+        """The index of each matrix's first element."""
         return tuple(matrix.start for matrix in self.matrices)
 
     @property
     def reductions(self) -> tuple[int, int]:
-        """The numbers of elements of all P, and of all Q."""
+        """The total numbers of elements in all P and in all Q."""
         sides = [matrix.sides(self.rank) for matrix in self.matrices]
         return sum(left for left, _ in sides), sum(right for _, right in sides)
 
     def within(self, start: int, stop: int) -> PowerSGDCodec:
-        """Return the codec for a span and the matrices in it."""
+        """Return the codec for the matrices in a span."""
         inside = (matrix for matrix in self.matrices if start <= matrix.start < stop)
         return replace(self, matrices=tuple(inside))
 
@@ -101,7 +101,7 @@ class PowerSGDCodec(Codec):
         last: Tensor,
         reduce: Callable[[Tensor], None],
     ) -> None:
-        """Set the matrices of a span to products of two all-reduced factors."""
+        """Replace the matrices in a span by products of two all-reduced factors."""
         import torch
 
         part = slice(*span)
@@ -130,7 +130,7 @@ class PowerSGDCodec(Codec):
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """Return a basis `[groups, n, rank]` of the columns; NaN for columns that are not finite."""
+    """Orthonormalise columns `[groups, n, rank]`; groups with NaN or infinity become NaN."""
     import torch
 
     finite = columns.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
@@ -138,9 +138,9 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def _renewed(right: Tensor, seed: int) -> Tensor:
-    """Return Q `[groups, inputs, rank]`, with unusable columns replaced by normal random ones.
+    """Return Q `[groups, inputs, rank]`, with unusable columns replaced by random normal ones.
 
-    A column of zeros would stay zero, and one that is not finite would corrupt all later sums.
+    A column of zeros would stay zero, and a column with NaN would corrupt all later sums.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Reductions of thin matrices in place of gradients [PowerSGD, Vogels et al. 2019]."""
+"""The configuration of PowerSGD [Vogels et al. 2019]."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PowerSGD(Compressor):
-    """Replace reductions of matrices by reductions of thin matrices.
+    """Reduce thin matrices instead of full ones [PowerSGD, Vogels et al. 2019].
 
     Values that are sent without a reduction are not encoded.
 
@@ -34,7 +34,7 @@ class PowerSGD(Compressor):
         check_count("matrix_approximation_rank", self.matrix_approximation_rank, 1)
 
     def codec(self, layout: Layout, feedback: bool) -> PowerSGDCodec:
-        """Return the encoding of an arena without matrices."""
+        """Return the encoding for an arena without matrices."""
         return PowerSGDCodec(feedback=feedback, rank=self.matrix_approximation_rank)
 
     def codec_of_sums(self, rank: RankPlan, layout: Layout) -> PowerSGDCodec:

@@ -1,1 +1,1 @@
-"""Length and momentum of a step from a quadratic model of the loss."""
+"""Choose the length and momentum of steps with a quadratic model of the loss."""

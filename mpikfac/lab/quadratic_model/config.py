@@ -1,4 +1,4 @@
-"""The length and momentum of a step from a quadratic model [Martens & Grosse 2015, 6.4 and 7]."""
+"""Choose a step's length and momentum with a quadratic model [Martens & Grosse 2015, 6.4 and 7]."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mpikfac.plan import Combination, Grafting
 class QuadraticModel(Grafting):
     """Choose the length and momentum of a step to minimise a quadratic model of the batch's loss.
 
-    The model consists of the Gauss-Newton matrix of the batch and the damping. It replaces the
-    learning rate, the momentum and the bound.
+    The model uses the Gauss-Newton matrix of the batch plus the damping. The resulting length and
+    momentum replace the optimizer's learning rate and momentum, and the clip.
     """
 
     name: ClassVar[str] = "quadratic-model"

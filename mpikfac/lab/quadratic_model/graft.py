@@ -1,8 +1,8 @@
-"""The length of a step from a quadratic model of the loss [Martens & Grosse 2015, 6.4 and 7].
+"""Choose a step's length with a quadratic model of the loss [Martens & Grosse 2015, 6.4 and 7].
 
-The curvature is the full Gauss-Newton matrix `J^T H J` of a batch, along a few directions. J
+The curvature is a batch's full Gauss-Newton matrix `J^T H J`, evaluated along a few directions. J
 contains the derivatives of the outputs with respect to the parameters, and H is the Hessian of the
-loss with respect to the outputs. A product of J and a direction is one pass of forward-mode
+loss with respect to the outputs. Multiplying J by a direction takes one pass of forward-mode
 differentiation.
 """
 
@@ -31,14 +31,14 @@ log = logging.getLogger("mpikfac")
 
 Direction = Mapping[str, Tensor]
 Criterion = Callable[[Tensor], Tensor]
-PARALLEL = 1e-6  # a relative tolerance, about the accuracy of a model's products in float32
+PARALLEL = 1e-6  # a relative tolerance, about the accuracy of Jacobian products in float32
 
 
 class QuadraticGraft(Graft):
     """The length and the momentum that minimise a quadratic model of the batch's loss.
 
-    The step is a linear combination of the layers' directions, of the gradients of uncovered
-    parameters, and of the last step. The optimizer's state stores the step, as momentum.
+    The step is a linear combination of the layers' directions, the gradients of uncovered
+    parameters, and the last step, which is stored in the optimizer's state as momentum.
     """
 
     predicted = False
@@ -57,20 +57,20 @@ class QuadraticGraft(Graft):
         self._compared = False  # whether slopes of loss and gradients have been compared
 
     def set_batch(self, inputs: Tensor | tuple[Any, ...], loss: Criterion) -> None:
-        """Store the rank's shard of a batch, or a part of it, before the step.
+        """Store the rank's shard of the batch, or a part of the shard, before the step.
 
         Args:
             inputs: the model's argument, or a tuple of arguments.
-            loss: the mean loss of `inputs` as a function of the model's outputs, without the factor
-                of a scaler.
+            loss: the mean loss of `inputs` as a function of the model's outputs, not multiplied by
+                a gradient scaler's factor.
         """
         self._next = Batch(inputs if isinstance(inputs, tuple) else (inputs,), loss)
 
     def begin_step(self) -> None:
-        """Begin a step on the batch passed by the program.
+        """Begin a step with the batch that was passed to `set_batch`.
 
         Raises:
-            ValueError: there is no batch, or the optimizer changes gradients.
+            ValueError: no batch was passed, or the optimizer modifies gradients.
         """
         self._batch, self._next = self._next, None
         if self._batch is None:
@@ -80,11 +80,11 @@ class QuadraticGraft(Graft):
         check_plain(self.optimizer)
 
     def descend(self, damping: float) -> Tensor:
-        """Replace the gradients by the step to the minimum of the damped quadratic model.
+        """Replace the gradients by the step that minimises the damped quadratic model.
 
         Collective over: world.
         """
-        assert self._batch is not None, "a step has begun"
+        assert self._batch is not None, "begin_step() was called"
         site, shortened = self.gradients.site, self.gradients.shortened
         expected = self.gradients.arena.flat.new_zeros(1)
         stepped = members(self.optimizer)
@@ -93,7 +93,7 @@ class QuadraticGraft(Graft):
             if not (directions := self._spanning(parameters)):
                 return expected
             self.gradients.write(slot for slot in self.gradients.slots if slot.block.parameters)
-            gradients = gradients_of(parameters)  # from all ranks
+            gradients = gradients_of(parameters)  # averaged over all ranks
             slopes = inner_products(directions, [gradients])[:, 0].cpu()
             measured, curvatures = self._measured(self._batch, directions)
             of_loss = slopes / float(shortened)  # undo the bound on the gradient's norm
@@ -119,7 +119,7 @@ class QuadraticGraft(Graft):
         return [direction for direction in (inside, outside, last) if direction]
 
     def _measured(self, batch: Batch, directions: Sequence[Direction]) -> tuple[Tensor, Tensor]:
-        """Return slopes and curvatures of the mean loss over all ranks, equal on all ranks.
+        """Return the slopes and curvatures of the loss averaged over all ranks.
 
         Collective over: world.
         """
@@ -140,7 +140,7 @@ class QuadraticGraft(Graft):
         return numbers[0], numbers[1:]
 
     def _compare(self, slope: float, expected: float) -> None:
-        """Warn in the first step if the gradients are not those of the loss in `set_batch`."""
+        """Warn in the first step if the gradients do not match the loss passed to `set_batch`."""
         if not (self._compared or 0.1 * expected <= slope <= 10 * expected):
             log.warning(
                 "the loss of grafting.set_batch(inputs, loss) has slope %g along the directions, "
@@ -158,11 +158,11 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's shard of a batch: a mean loss as a function of the parameters.
+    """A rank's shard of a batch, which defines a mean loss as a function of the parameters.
 
     Attributes:
         inputs: the arguments of the model.
-        loss: the mean loss of the shard's outputs, `[]`.
+        loss: returns the mean loss `[]` of the shard's outputs.
     """
 
     inputs: tuple[Any, ...]
@@ -188,7 +188,7 @@ def slopes_and_curvatures(
 
 
 def hessian_product(gradient: Tensor, at: Tensor, vector: Tensor) -> Tensor:
-    """Return a gradient's derivative at `at` along `vector`; zeros for a constant gradient."""
+    """Return the derivative of a gradient at `at` along `vector`; zeros if it is constant."""
     if not gradient.requires_grad:
         return torch.zeros_like(at)
     (derivative,) = torch.autograd.grad(gradient, at, vector, retain_graph=True)
@@ -198,9 +198,10 @@ def hessian_product(gradient: Tensor, at: Tensor, vector: Tensor) -> Tensor:
 def jacobian_product(
     model: nn.Module, direction: Direction, inputs: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return the model's outputs, and the derivative of the outputs along a direction.
+    """Return the model's outputs, and their derivative along a direction.
 
-    Running statistics and the random state stay unchanged, so dropout is the same in all passes.
+    Running statistics and the random state are left unchanged, so dropout is the same in all
+    passes.
 
     Raises:
         ValueError: the model does not return a tensor.
@@ -211,8 +212,8 @@ def jacobian_product(
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices, device_type=device.type),
-        sdpa_kernel(SDPBackend.MATH),  # the only attention with a forward mode
-        torch.compiler.set_stance("force_eager"),  # compiled code has no forward mode
+        sdpa_kernel(SDPBackend.MATH),  # the only kernel that supports forward mode
+        torch.compiler.set_stance("force_eager"),  # compiled code does not support forward mode
         forward_ad.dual_level(),
     ):
         for name, tangent in direction.items():
@@ -231,7 +232,7 @@ def jacobian_product(
 
 
 def inner_products(ones: Sequence[Direction], others: Sequence[Direction]) -> Tensor:
-    """Return the products `v_i^T w_j` `[n, m]` of directions, in float64."""
+    """Return the inner products `v_i^T w_j` `[n, m]` of directions, in float64."""
 
     def product(v: Direction, w: Direction) -> Tensor:
         terms = [(v[name].double() * w[name].double()).sum() for name in v if name in w]
@@ -244,9 +245,9 @@ def inner_products(ones: Sequence[Direction], others: Sequence[Direction]) -> Te
 def lowest(slopes: Tensor, curvatures: Tensor) -> Tensor:
     """Return the `x` `[n]` that minimises `1/2 x^T curvatures x - slopes^T x`, in float64.
 
-    Directions of zeros get 0, and parallel directions are treated as one: an angle below about
-    `sqrt(PARALLEL)` is considered a rounding error. If any slope or curvature is not finite, all
-    of `x` is 0.
+    The result is 0 for directions of zeros. Parallel directions are treated as one: an angle below
+    about `sqrt(PARALLEL)` is considered a rounding error. If any slope or curvature is not finite,
+    `x` is 0.
     """
     if not (slopes.isfinite().all() and curvatures.isfinite().all()):
         return torch.zeros_like(slopes)

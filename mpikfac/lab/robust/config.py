@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Robust(Aggregation):
-    """Base class for rules that combine vectors, a few of which may be faulty."""
+    """Base class for rules that combine vectors of which a few may be faulty."""
 
     def attach(self, site: Any) -> Iterable[Any]:
-        """Return the memory of the rule, which a checkpoint stores."""
+        """Return the trainer's part that stores the rule's memory in checkpoints."""
         from mpikfac.lab.robust.memory import RuleMemory
         from mpikfac.plan import robust
 
@@ -86,10 +86,10 @@ class _OfSome(Robust):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrimmedMean(_OfSome):
-    """Take the coordinate-wise mean without the smallest and largest values [Yin et al. 2018].
+    """Take the coordinate-wise mean, excluding the smallest and largest values [Yin et al. 2018].
 
     Attributes:
-        num_byzantine: the number of smallest values, and of largest values, that are left out.
+        num_byzantine: the number of values excluded at either end.
     """
 
     name: ClassVar[str] = "trimmed-mean"
@@ -107,7 +107,7 @@ class TrimmedMean(_OfSome):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Krum(_OfSome):
-    """Take the vector that is nearest to its neighbours [Blanchard et al. 2017].
+    """Take the vector that is closest to its nearest neighbours [Blanchard et al. 2017].
 
     Attributes:
         num_byzantine: the maximum number of faulty ranks.
@@ -132,10 +132,10 @@ class Krum(_OfSome):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CenteredClipping(Robust):
-    """Move the last result by the mean clipped difference of vectors [Karimireddy et al. 2021].
+    """Add the vectors' mean clipped difference to the last result [Karimireddy et al. 2021].
 
     Attributes:
-        radius: the maximum length of a vector's difference from the result of the previous step.
+        radius: the length to which a vector's difference from the last result is clipped.
     """
 
     name: ClassVar[str] = "centered-clipping"
@@ -151,11 +151,11 @@ class CenteredClipping(Robust):
         return (ranks + 1) ** 2
 
     def remembered(self, ranks: int) -> int:
-        """Return the number of vectors that the rule keeps from step to step."""
+        """Return the number of vectors that the rule stores between steps."""
         return 1
 
     def weights(self, products: Tensor) -> Tensor:
-        """Return the weights of the centre and of the vectors, `[1 + ranks]`."""
+        """Return the weights of the centre and the vectors, `[1 + ranks]`."""
         from mpikfac.lab.robust.rules import centered_clipping
 
         return centered_clipping(products, self.radius)
@@ -169,20 +169,22 @@ class CenteredClipping(Robust):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Safeguard(Robust):
-    """Average good ranks, judged by sums of their vectors over two windows [Allen-Zhu et al. 2021].
+    """Average the ranks whose vectors, summed over two windows, are close to most ranks' sums.
+
+    These ranks are called good [Allen-Zhu et al. 2021].
 
     Attributes:
-        long_window, short_window: the number of steps in the windows.
-        threshold: the maximum distance of a good rank, relative to the distance within which most
-            ranks lie.
-        floor: a distance that is always accepted, relative to how far the sums of correct ranks
-            drift apart in a random walk: the typical distance between two ranks' vectors, times the
-            square root of the window.
-        mean_of: the ranks that are averaged: those that were good "before" the check of the step's
-            vectors, as in the paper, or "after" it.
-        reset_interval: the number of steps after which both windows restart and excluded ranks
-            count again. 0: a rank is excluded forever.
-        noise_std: the standard deviation of noise added to the result.
+        long_window, short_window: the number of steps in each window.
+        threshold: the maximum distance of a good rank from the median rank, relative to the
+            distance within which most ranks lie.
+        floor: a distance that is always accepted, relative to the distance by which the sums of
+            correct ranks drift apart in a random walk (the typical distance between two ranks'
+            vectors, times the square root of the window).
+        mean_of: whether to average the ranks that were good "before" the step's vectors were
+            checked, as in the paper, or "after" it.
+        reset_interval: the number of steps after which both windows restart and excluded ranks are
+            included again; 0 to exclude ranks permanently.
+        noise_std: the standard deviation of noise that is added to the result.
     """
 
     name: ClassVar[str] = "safeguard"
@@ -207,15 +209,15 @@ class Safeguard(Robust):
 
     @property
     def windows(self) -> tuple[int, int]:
-        """The number of steps in the long and in the short window."""
+        """The numbers of steps in the long and the short window."""
         return self.long_window, self.short_window
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule needs, for a step and two windows."""
+        """Return the number of inner products that the rule needs for a step and two windows."""
         return 3 * ranks**2
 
     def remembered(self, ranks: int) -> int:
-        """Return the number of vectors that the rule keeps from step to step."""
+        """Return the number of vectors that the rule stores between steps."""
         return 2 * ranks
 
     def combiner(self, ranks: int, like: Tensor, first: int) -> Any:
@@ -227,17 +229,17 @@ class Safeguard(Robust):
 
 @dataclass(frozen=True)
 class NearMost(FactorAggregation):
-    """Sum each block over the ranks whose blocks are near most ranks' blocks.
+    """Sum each block over the ranks whose blocks are close to most ranks' blocks.
 
     Attributes:
-        factor: the maximum distance of a block that counts, as a multiple of the distance within
-            which most ranks lie.
+        factor: the maximum distance of an included block from the median rank's, as a multiple of
+            the distance within which most ranks lie.
     """
 
     factor: float
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule needs: of blocks and of counts."""
+        """Return the number of inner products of blocks and counts that the rule needs."""
         return 2 * len(self.blocks) * ranks**2
 
     def combiner(self, first: int) -> Any:
@@ -249,11 +251,11 @@ class NearMost(FactorAggregation):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NearestMajority(Aggregation):
-    """Average each factor over the examples of those ranks whose means are close to most ranks'.
+    """Average each factor over the examples of the ranks whose means are close to most ranks'.
 
     Attributes:
-        threshold: the maximum distance of a factor that counts, relative to the distance within
-            which most ranks lie.
+        threshold: the maximum distance of an included factor from the median rank's, relative to
+            the distance within which most ranks lie.
     """
 
     name: ClassVar[str] = "nearest-majority"

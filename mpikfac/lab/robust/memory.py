@@ -10,7 +10,7 @@ from mpikfac.plan.names import OF_RULE
 
 
 class RuleMemory(Part):
-    """The memory of a rank's robust rules, for the rank's shards of all ranks' vectors."""
+    """The memory of a rank's robust rules, which combine its shards of all ranks' vectors."""
 
     PREFIX = ""
 
@@ -38,6 +38,6 @@ class RuleMemory(Part):
         return complete if complete & set(names) else set()
 
     def in_state(self, names: Collection[str]) -> list[Item]:
-        """Return the items if `names` has all of them; otherwise rules restart from scratch."""
+        """Return all items if `names` contains all of them; otherwise, rules start from scratch."""
         items = list(self.items())
         return items if all(item.name in names for item in items) else []

@@ -4,7 +4,8 @@ A rule works on each coordinate separately, or computes a weight for each rank. 
 only on the inner products of the vectors, `[ranks, ranks]`, so ranks that hold shards of all
 vectors only need to sum their inner products.
 
-Vectors that are not finite get weight 0; in rules by coordinate, NaN counts as the largest value.
+Vectors with NaN or infinity get weight 0; in coordinate-wise rules, NaN counts as the largest
+value.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ import torch
 from torch import Tensor
 
 STEPS = 100  # the maximum number of iterations
-PRECISION = 1e-12  # iterations end when no weight changes by more than this
-ROUNDING = 1e-6  # of distances, from differences of squares in float64 or sums in float32
+PRECISION = 1e-12  # iterations stop when no weight changes by more than this
+ROUNDING = 1e-6  # the error of distances, relative to the longest vector
 
 
 # -- by coordinate -------------------------------------------------------------------------------
 
 
 def median(vectors: Tensor) -> Tensor:
-    """Return each coordinate's median: for an even number, the mean of the middle two values."""
+    """Return each coordinate's median; for an even number of vectors, the middle two's mean."""
     middle = (len(vectors) - 1) // 2
     return vectors.sort(0).values[middle : len(vectors) - middle].mean(0)
 
 
 def trimmed_mean(vectors: Tensor, num_byzantine: int) -> Tensor:
-    """Return the mean of each coordinate without its smallest and largest values [Yin 2018]."""
+    """Return each coordinate's mean, excluding its smallest and largest values [Yin 2018]."""
     return vectors.sort(0).values[num_byzantine : len(vectors) - num_byzantine].mean(0)
 
 
@@ -35,9 +36,9 @@ def trimmed_mean(vectors: Tensor, num_byzantine: int) -> Tensor:
 
 
 def krum(products: Tensor, num_byzantine: int) -> Tensor:
-    """Return a weight of 1 for the vector nearest to its neighbours [Blanchard et al. 2017].
+    """Return a weight of 1 for the vector closest to its neighbours [Blanchard et al. 2017].
 
-    Its neighbours are all other vectors except the `num_byzantine + 1` farthest.
+    The neighbours of a vector are all others except the `num_byzantine + 1` farthest ones.
     """
     ranks = len(products)
     nearest = _distances(products).sort(1).values[:, 1 : ranks - num_byzantine - 1]
@@ -45,7 +46,7 @@ def krum(products: Tensor, num_byzantine: int) -> Tensor:
 
 
 def geometric_median(products: Tensor) -> Tensor:
-    """Return the weights of the point with the smallest sum of distances, by Weiszfeld's method."""
+    """Return the weights of the point with the smallest sum of distances (Weiszfeld's method)."""
     usable = products.diagonal().isfinite()
     products = products.where(usable & usable[:, None], 0.0)
     weights = usable.double() / usable.sum()
@@ -61,7 +62,7 @@ def geometric_median(products: Tensor) -> Tensor:
 def centered_clipping(products: Tensor, radius: float) -> Tensor:
     """Return the weights of `centre + mean(clip(vector - centre))` [Karimireddy et al. 2021].
 
-    The first vector is the centre: the result of the previous step.
+    The first vector is the centre, which is the previous step's result.
     """
     usable = products.diagonal().isfinite()
     products = products.where(usable & usable[:, None], 0.0)
@@ -77,15 +78,15 @@ def centered_clipping(products: Tensor, radius: float) -> Tensor:
 def near_most(
     products: Tensor, ranks: Tensor, factor: float, least: float | Tensor = 0.0
 ) -> Tensor:
-    """Return which of `ranks` are near most ranks, `[ranks]` [Allen-Zhu et al. 2021].
+    """Return a mask `[ranks]` of the `ranks` that are near most ranks [Allen-Zhu et al. 2021].
 
-    The median rank is the one with more than half of all ranks, itself included, within the
-    shortest distance. A rank is near if its distance from the median rank is at most `factor` times
-    this distance.
+    For each rank, consider the distance within which more than half of all ranks lie, including
+    itself; the median rank is the one for which this distance is shortest. A rank is near if its
+    distance from the median rank is at most `factor` times this distance.
 
     Args:
-        ranks: the ranks to consider, `[ranks]`; those whose vectors are not finite are never near.
-            If no more than half of all ranks remain, all of these are near.
+        ranks: a mask `[ranks]` of the ranks to consider; ranks whose vectors contain NaN or
+            infinity are never near. If at most half of all ranks remain, all of these are near.
         least: a distance within which ranks are always near.
     """
     ranks = ranks & products.diagonal().isfinite()
@@ -100,9 +101,9 @@ def near_most(
 def farthest(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
     """Return the longest distance of `ranks` from the median rank; NaN if there is none.
 
-    It is at most `factor` times the median, over ranks, of the distance within which a rank has
-    more than half of all ranks. A few faulty ranks therefore cannot make it much longer than a
-    distance between correct ranks.
+    The result is at most `factor` times the median, over ranks, of the distance within which more
+    than half of all ranks lie. A few faulty ranks therefore cannot make it much longer than the
+    distances between correct ranks.
 
     Args:
         ranks: see `near_most`.
@@ -116,24 +117,24 @@ def farthest(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
 
 
 def _distances_among(products: Tensor, ranks: Tensor) -> Tensor:
-    """Return distances `[ranks, ranks]`, infinite except between some of the ranks."""
+    """Return distances `[ranks, ranks]`, which are infinite for all ranks outside the mask."""
     among = ranks & ranks[:, None]
     return _distances(products.where(among, 0.0)).sqrt().where(among, torch.inf)
 
 
 def _reach(distances: Tensor) -> Tensor:
-    """Return the distance within which each rank has more than half of all ranks."""
+    """Return, for each rank, the distance within which more than half of all ranks lie."""
     return distances.sort(1).values[:, len(distances) // 2]
 
 
 def _distances(products: Tensor) -> Tensor:
-    """Return squared distances `[ranks, ranks]`, infinite for vectors that are not finite."""
+    """Return squared distances `[ranks, ranks]`; they are infinite for vectors with NaN."""
     squares = products.diagonal()
     distances = (squares + squares[:, None] - 2 * products).clamp_(min=0)
     return distances.where(distances.isfinite(), torch.inf).fill_diagonal_(0)
 
 
 def _distances_from(products: Tensor, weights: Tensor) -> Tensor:
-    """Return squared distances of all vectors from their weighted sum."""
+    """Return the squared distances of all vectors from their weighted sum."""
     along = products @ weights
     return (products.diagonal() - 2 * along + weights @ along).clamp_(min=0)

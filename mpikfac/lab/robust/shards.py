@@ -1,4 +1,4 @@
-"""Combine shards of all ranks' vectors by rules that store a state, or that work on blocks."""
+"""Combine shards of all ranks' vectors with rules that have a state, or that work on blocks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ SPREAD = 2_654_435_761  # a prime, so that seeds of neighbouring steps and shard
 
 
 class Centred(ByVector):
-    """Combine shards by a rule whose first vector is the result of the previous step."""
+    """Combine shards with a rule whose first vector is the previous step's result."""
 
     def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
         return {"centre": torch.zeros_like(like)}
 
     def rows(self, parts: Tensor) -> Tensor:
-        """Return the centre, and the shards of all ranks."""
+        """Return the centre, followed by the shards of all ranks."""
         return torch.cat([self.memory["centre"][None], parts])
 
     def combine(self, products: Tensor, parts: Tensor) -> Tensor:
-        """Return the shard of the result, and store it as the next centre."""
+        """Return the result's shard, and store it as the next centre."""
         shard = super().combine(products, self.rows(parts))
         self.memory["centre"].copy_(shard)
         return shard
@@ -34,7 +34,8 @@ class Centred(ByVector):
 class Windows(ByVector):
     """Average the ranks whose vectors, summed over two windows, stay near most ranks' sums.
 
-    With `reset_interval`, dropped ranks count again after that many steps [Allen-Zhu et al. 2021].
+    Other ranks are dropped; with `reset_interval`, they are included again after that many steps
+    [Allen-Zhu et al. 2021].
     """
 
     def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
@@ -47,7 +48,7 @@ class Windows(ByVector):
 
     @property
     def good(self) -> Tensor:
-        """The ranks that are not dropped, `[ranks]`."""
+        """A mask `[ranks]` of the ranks that are not dropped."""
         return self.memory["dropped"] == 0
 
     def rows(self, parts: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class Windows(ByVector):
         return torch.cat([sums, parts[None]])
 
     def combine(self, products: Tensor, parts: Tensor) -> Tensor:
-        """Drop ranks with distant sums; return the mean of good ranks, with noise."""
+        """Drop ranks with distant sums; return the mean of the good ranks, plus noise."""
         *of_windows, of_step = products
         before = good = self.good
         spread = self._spread(of_step)
@@ -86,9 +87,10 @@ class Windows(ByVector):
         return mean
 
     def _spread(self, of_step: Tensor) -> Tensor:
-        """Return the mean square of the longest distance between terms of correct ranks.
+        """Return the mean square of the longest distance between correct ranks' vectors.
 
-        It is a running mean over the steps of the long window.
+        The result is a running mean over the steps of the long window. Vectors are divided by the
+        number of good ranks, as in the sums.
         """
         spread, good = self.memory["spread"], self.good
         steps = min(int(self.memory["steps"]) + 1, self.rule.long_window)
@@ -96,7 +98,7 @@ class Windows(ByVector):
         return spread.lerp_(longest.where(longest.isfinite(), spread[0]), 1 / steps)[0]
 
     def _noise(self, like: Tensor) -> Tensor:
-        """Return normal random values for the step and the shard, the same after a restart."""
+        """Return random normal values that depend only on the step and the shard."""
         generator = torch.Generator(like.device)
         generator.manual_seed((int(self.memory["steps"]) * SPREAD + self.first) % 2**32)
         return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
@@ -106,14 +108,14 @@ class Near:
     """Sum each block over the ranks whose blocks are near most ranks' blocks.
 
     A block is a sum over local examples, but distances are measured between means. Ranks without
-    examples, and ranks with many more examples than most, never count as near.
+    examples, and ranks with many more examples than most, are never near.
     """
 
     def __init__(self, rule: NearMost, first: int) -> None:
         """Store the rule and the shard's position.
 
         Args:
-            first: the offset of the shard in a vector.
+            first: the shard's offset in a vector.
         """
         self.rule, self.first = rule, first
 
@@ -126,7 +128,7 @@ class Near:
             )
 
     def products(self, parts: Tensor) -> Tensor:
-        """Return inner products of blocks and of counts, `[blocks, 2, ranks, ranks]` in float64.
+        """Return the inner products of blocks and counts, `[blocks, 2, ranks, ranks]` in float64.
 
         Args:
             parts: the shards of all ranks' vectors, `[ranks, n]`.
@@ -136,7 +138,7 @@ class Near:
         return torch.stack(products).unflatten(0, (-1, 2))
 
     def combine(self, products: Tensor, parts: Tensor) -> Tensor:
-        """Return the shard of the sums, `[n]`; see `ByVector.combine`."""
+        """Return the shard `[n]` of the sums; see `ByVector.combine`."""
         total = torch.zeros_like(parts[0])
         for (of_block, of_counts), pair in zip(products, self._places()):
             counts = of_counts.diagonal().sqrt()

@@ -1,1 +1,1 @@
-"""Gauss-Newton steps in the space of residuals, for equations and least squares."""
+"""Take Gauss-Newton steps in the space of residuals, for equations and least squares."""

@@ -1,8 +1,9 @@
-"""Values of a model with first and second derivatives along directions, in forward mode.
+"""Compute a model's values and its first and second derivatives along directions, in forward mode.
 
-A `Jet` passes through a plain torch model by `__torch_function__`: each function that the model
-calls has a rule for all streams at once. A linear layer therefore sees the streams of a point as
-positions that share its weight, and one ordinary backward pass yields derivatives by the weights.
+A `Jet` passes through a plain torch model with `__torch_function__`: each function that the model
+calls has a rule that is applied to the value and all derivatives (the streams) at once. A linear
+layer therefore sees a point's streams as positions that share its weight, and an ordinary backward
+pass yields the derivatives with respect to the weights.
 """
 
 from __future__ import annotations
@@ -18,28 +19,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Rule = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""A function of a value, and of other arguments, that returns f, f' and f'' at each element."""
+"""A function of a value and other arguments that returns f, f' and f'' for each element."""
 
 
 def jet(x: Tensor, directions: Tensor | None = None) -> Jet:
-    """Return points with directions, for a model that then returns its derivatives along them.
+    """Return points for which a model also computes its derivatives along directions.
 
         u = model(mpikfac.lab.jet(x))
         residual = u.second.sum(1) - f(x)  # the Laplacian
 
-    The mixed derivative along e1 and e2 is a quarter of the difference of the second derivatives
-    along e1 + e2 and e1 - e2. Tensors that a model combines with jets count as constants.
+    The mixed derivative along e1 and e2 is a quarter of the difference between the second
+    derivatives along e1 + e2 and e1 - e2. Tensors that a model combines with jets are treated as
+    constants.
 
     Args:
-        x: points, `[points, inputs]`, in floating point.
+        x: floating-point points, `[points, inputs]`.
         directions: `[directions, inputs]`, or `[points, directions, inputs]` if they depend on the
-            point, as normals do: `normals[:, None]`; None for the axes.
+            point, for example `normals[:, None]`; None for the axes.
 
     Raises:
-        ValueError: the shapes or the dtype are others.
+        ValueError: a tensor has the wrong shape or dtype.
     """
     if x.ndim != 2 or not x.is_floating_point():
-        raise ValueError(f"x of {x.dtype} {list(x.shape)} must be floating point [points, inputs]")
+        raise ValueError(f"x={x.dtype} {list(x.shape)} must be floating point [points, inputs]")
     if directions is None:
         directions = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     if (
@@ -53,7 +55,7 @@ def jet(x: Tensor, directions: Tensor | None = None) -> Jet:
         )
     if directions.ndim == 2 and len(directions) == len(x) > x.shape[1]:
         raise ValueError(
-            f"directions {list(directions.shape)} would all be taken at each of the {len(x)} "
+            f"directions {list(directions.shape)} would all be used at each of the {len(x)} "
             f"points; for one per point, such as normals, use normals[:, None]"
         )
     first = directions.to(x).expand(len(x), -1, -1)
@@ -63,17 +65,17 @@ def jet(x: Tensor, directions: Tensor | None = None) -> Jet:
 class Jet:
     """Values of functions of points, with first and second derivatives along k directions.
 
-    It takes the place of a tensor `[points, ...]` in a model. `Jet.rules` contains the functions of
-    single elements by the name of the torch function; add others as
+    A jet takes the place of a tensor `[points, ...]` in a model. `Jet.rules` contains the rules of
+    elementwise functions by the name of the torch function. You can add others:
 
-        Jet.rules["erf"] = lambda v: (f, first, second)  # tensors of the shape of v
+        Jet.rules["erf"] = lambda v: (f, first, second)  # tensors with the shape of v
 
     Args:
-        streams: `[points, 1 + 2k, ...]`: the value, k first and k second derivatives.
+        streams: `[points, 1 + 2k, ...]`: the value, k first derivatives and k second derivatives.
     """
 
     rules: ClassVar[dict[str, Rule]] = {}
-    __array_ufunc__ = None  # a number of numpy leaves its product with a jet to the jet
+    __array_ufunc__ = None  # numpy scalars then leave operations with jets to `Jet`
 
     def __init__(self, streams: Tensor) -> None:
         self.streams = streams
@@ -86,63 +88,63 @@ class Jet:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Apply the rule of a torch function.
+        """Apply the rule for a torch function.
 
         Raises:
-            NotImplementedError: the function has no rule.
+            NotImplementedError: there is no rule for the function.
         """
         return _call(function.__name__, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a method of tensors, such as `tanh`."""
+        """Return a tensor method, such as `tanh`."""
         if name.startswith("_") or not callable(getattr(Tensor, name, None)):
             raise AttributeError(f"a jet has no attribute {name!r}")
         return partial(_call, name, self)
 
     @property
     def directions(self) -> int:
-        """The number k of directions."""
+        """The number of directions, k."""
         return self.streams.shape[1] // 2
 
     @property
     def value(self) -> Tensor:
-        """The values, `[points, features]`; `[points]` for a single feature."""
+        """The values, `[points, features]`, or `[points]` for a single feature."""
         return self._single[:, 0]
 
     @property
     def first(self) -> Tensor:
-        """The first derivatives, `[points, k, features]`; `[points, k]` for a single feature."""
+        """The first derivatives, `[points, k, features]`, or `[points, k]` for a single feature."""
         return self._single[:, 1 : 1 + self.directions]
 
     @property
     def second(self) -> Tensor:
-        """The second derivatives, of the shape of `first`."""
+        """The second derivatives, in the same shape as `first`."""
         return self._single[:, 1 + self.directions :]
 
     @property
     def _single(self) -> Tensor:
-        """The streams, without the dimension of a single feature."""
+        """The streams, without the feature dimension if there is a single feature."""
         single = self.streams.ndim == 3 and self.streams.shape[2] == 1
         return self.streams[..., 0] if single else self.streams
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the values in the model, `[points, ...]`, also of a single feature."""
+        """The shape of the values within the model, `[points, ...]`, even for a single feature."""
         return torch.Size((self.streams.shape[0], *self.streams.shape[2:]))
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions of the values in the model."""
+        """The number of dimensions of the values within the model."""
         return self.streams.ndim - 1
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of values and derivatives."""
+        """The dtype of the values and derivatives."""
         return self.streams.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of values and derivatives."""
+        """The device of the values and derivatives."""
         return self.streams.device
 
     def __len__(self) -> int:
@@ -193,23 +195,23 @@ class Jet:
 
 
 def _call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Apply the rule of a torch function by name.
+    """Apply the rule for a torch function, given its name.
 
     Raises:
-        NotImplementedError: there is none, or it does not take the arguments.
+        NotImplementedError: there is no rule, or it does not take the arguments.
     """
     rule = FUNCTIONS.get(name)
     if rule is None and name not in Jet.rules:
         raise NotImplementedError(
-            f"a jet has no rule for torch's {name!r}; use p[:, :1] for a part of the features, "
-            f"{', '.join(Jet.rules)}, or add a function of single elements as Jet.rules[{name!r}]"
+            f"a jet has no rule for torch's {name!r}; select features with p[:, :1], use "
+            f"{', '.join(Jet.rules)}, or add an elementwise function as Jet.rules[{name!r}]"
         )
     try:
         return rule(*args, **kwargs) if rule else _elementwise(Jet.rules[name], *args, **kwargs)
     except (IndexError, TypeError) as error:
         raise NotImplementedError(
-            f"a jet's {name!r} does not take these arguments; pass the jet first, and tensors by "
-            f"position ({error})"
+            f"a jet's {name!r} does not take these arguments; pass the jet first, and pass tensors "
+            f"as positional arguments ({error})"
         ) from error
 
 
@@ -217,16 +219,16 @@ def _call(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _linear(x: Any, weight: Any, bias: Tensor | None = None) -> Jet:
-    """Apply a linear layer; its bias is a part of the value only."""
+    """Apply a linear layer; its bias is added to the value only."""
     if not isinstance(x, Jet) or isinstance(weight, Jet) or x.ndim < 2:
-        raise NotImplementedError("linear needs a jet [points, ..., inputs] and a plain weight")
+        raise NotImplementedError("linear needs a jet [points, ..., inputs] and a tensor as weight")
     streams = F.linear(x.streams, weight)
     return Jet(streams if bias is None else streams + _constant(x, bias))
 
 
 def _matmul(x: Any, matrix: Any) -> Jet:
     if not isinstance(matrix, Tensor) or matrix.ndim != 2:
-        raise NotImplementedError("a jet [points, ..., inputs] can be multiplied by a matrix only")
+        raise NotImplementedError("a jet [points, ..., inputs] can only be multiplied by a matrix")
     return _linear(x, matrix.T)
 
 
@@ -256,28 +258,28 @@ def _divide(x: Any, y: Any) -> Jet:
 
 
 def _select(x: Jet, index: Any) -> Jet:
-    """Return a part of the features."""
+    """Select features."""
     index = index if isinstance(index, tuple) else (index,)
     first, *parts = index or (None,)
     if first is not Ellipsis and not (isinstance(first, slice) and first == slice(None)):
-        raise NotImplementedError("select points before `jet`: an index begins with : or ...")
+        raise NotImplementedError("select points before `jet`: an index must begin with : or ...")
     if len([part for part in parts if part is not None and part is not Ellipsis]) >= x.ndim:
-        raise NotImplementedError("select points before `jet`: the index has too many parts")
+        raise NotImplementedError("select points before `jet`: the index has too many items")
     lists = [torch.as_tensor(part) for part in parts if isinstance(part, list | Tensor | bool)]
     lists = [part for part in lists if part.ndim or part.dtype == torch.bool]
     if len(lists) > 1 or any(part.ndim != 1 for part in lists):
         raise NotImplementedError(
-            "an index of a jet must have no more than one list or tensor of one dimension; select "
-            "in several steps"
+            "an index of a jet must contain at most one list or tensor, which must be "
+            "one-dimensional; select in several steps"
         )
     return Jet(x.streams[index if first is Ellipsis else (slice(None), *index)])
 
 
 def _join(function: Callable[..., Tensor], more: int, tensors: Sequence[Any], dim: int = 0) -> Jet:
-    """Join jets, and tensors as constants, along a dimension of the features.
+    """Join jets, and tensors as constants, along a feature dimension.
 
     Args:
-        more: the number of dimensions that the result has more than the tensors.
+        more: the number of dimensions that the function adds.
     """
     like = next(each for each in tensors if isinstance(each, Jet))
     dim = _dimension(dim, like.ndim + more)
@@ -291,7 +293,7 @@ def _join(function: Callable[..., Tensor], more: int, tensors: Sequence[Any], di
 
 
 def _along(function: Callable[..., Tensor], more: int, x: Jet, dim: int = 0, **kwargs: Any) -> Jet:
-    """Apply a linear function along a dimension of the features."""
+    """Apply a linear function along a feature dimension."""
     return Jet(function(x.streams, _dimension(dim, x.ndim + more), **kwargs))
 
 
@@ -303,31 +305,31 @@ def _reduce(
     *,
     axis: Any = None,
 ) -> Jet:
-    """Apply a sum or mean along dimensions of the features."""
+    """Apply a sum or mean along feature dimensions."""
     dims = dim if axis is None else axis
     dims = dims or [0] if isinstance(dims, list | tuple) or dims is None else [dims]
     return Jet(function(x.streams, [_dimension(each, x.ndim) for each in dims], keepdim))
 
 
 def _in_parts(function: Callable[..., Sequence[Tensor]], x: Jet, *args: Any, dim: int = 0) -> Any:
-    """Return parts of the features as jets."""
+    """Split the features, and return the parts as jets."""
     return tuple(map(Jet, function(x.streams, *args, dim=_dimension(dim, x.ndim))))
 
 
 def _dropout(x: Jet, training: bool = True, **_: Any) -> Jet:
     if training:
-        raise NotImplementedError("a jet cannot pass through dropout in training; call eval()")
+        raise NotImplementedError("a jet cannot pass through dropout in training mode; call eval()")
     return x
 
 
 def _dimension(dim: int, ndim: int) -> int:
-    """Return the dimension of streams for a dimension of values.
+    """Convert a dimension of the values to the corresponding dimension of the streams.
 
     Raises:
-        NotImplementedError: it is that of the points.
+        NotImplementedError: it is the dimension of points.
     """
     if not -ndim < dim < ndim or dim == 0:
-        raise NotImplementedError(f"dim={dim} of a jet must be in [1, {ndim}); points stay apart")
+        raise NotImplementedError(f"dim={dim} of a jet must be in [1, {ndim}); points cannot mix")
     return dim % ndim + 1
 
 
@@ -338,21 +340,21 @@ def _parts(x: Jet) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _matching(x: Jet, y: Jet) -> Jet:
-    """Return y, which has as many directions and dimensions as x.
+    """Return y after checking that it has as many directions and dimensions as x.
 
     Raises:
-        ValueError: it has not.
+        ValueError: the numbers differ.
     """
     if (x.directions, x.ndim) != (y.directions, y.ndim):
-        raise ValueError(f"{x} and {y} must have equal numbers of directions and of dimensions")
+        raise ValueError(f"{x} and {y} must have equal numbers of directions and dimensions")
     return y
 
 
 def _aligned(x: Jet, constant: Any) -> Any:
-    """Return a constant whose dimensions are those of the streams of x.
+    """Return a constant that can be broadcast to the streams of x.
 
     Raises:
-        ValueError: it is no number or tensor, or has more dimensions than the value of x.
+        ValueError: it is not a number or tensor, or has more dimensions than the value of x.
     """
     if not isinstance(constant, Tensor | numbers.Real):
         raise ValueError(
@@ -399,14 +401,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "size": lambda x, dim=None: x.shape if dim is None else x.shape[dim],
     "dim": lambda x: x.ndim,
 }
-"""What a model can do with jets, by the name of the torch function."""
+"""Other functions that support jets, by the name of the torch function."""
 
 
 # -- functions of single elements ------------------------------------------------------------------
 
 
 def _elementwise(rule: Rule, x: Jet, *args: Any, inplace: bool = False, **kwargs: Any) -> Jet:
-    """Apply a function to each element, with its derivatives by the chain rule."""
+    """Apply a function to each element; derivatives follow from the chain rule."""
     if inplace:
         raise NotImplementedError("a jet cannot be changed in place; set inplace=False")
     if not isinstance(x, Jet):
@@ -450,7 +452,7 @@ def _silu(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _softplus(v: Tensor, beta: float = 1, threshold: float = 20) -> tuple[Tensor, Tensor, Tensor]:
     s, d, _ = _sigmoid(beta * v)
-    smooth = beta * v <= threshold  # beyond, torch's softplus is the identity
+    smooth = beta * v <= threshold  # above the threshold, torch's softplus is the identity
     return F.softplus(v, beta, threshold), torch.where(smooth, s, 1), beta * d * smooth
 
 
@@ -474,7 +476,7 @@ def _power(v: Tensor, exponent: float) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(exponent, int | float):
         raise NotImplementedError("the exponent of a jet must be a number")
     f = v**exponent
-    factors = exponent, exponent * (exponent - 1)  # no power of zero where the factor is zero
+    factors = exponent, exponent * (exponent - 1)  # where a factor is 0, v**(...) might be infinite
     d, dd = (
         factor * v ** (exponent - order) if factor else torch.zeros_like(v)
         for order, factor in enumerate(factors, 1)

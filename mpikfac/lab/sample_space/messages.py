@@ -1,7 +1,8 @@
 """Plan and send the messages of a step: records round a ring, inner products, solutions, sums.
 
-Each pair of ranks has one block of inner products, which one of the two computes: records pass
-half of the ring. Rank 0 gets all blocks and solves; the others get their part of the solution.
+For each pair of ranks, one of the two computes their block of inner products, so records are passed
+round half of the ring. Rank 0 receives all blocks and solves the system; the other ranks receive
+their parts of the solution.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ EXCHANGE_RECORDS, GATHER_PRODUCTS, SCATTER_SOLUTION = "exchange records", "reduc
 REDUCE_GRADIENTS, LENGTH = "reduce gradients", "length"
 ITEMSIZE = 8  # of float64
 NUMBERS = 4
-"""Numbers that are sent with a rank's part of a solution."""
+"""The number of scalars that are sent with a rank's part of a solution."""
 Counts = Sequence[Sequence[int]]
-"""The elements from each rank to each rank."""
+"""The number of elements that each rank sends to each rank."""
 
 
 class Form(NamedTuple):
-    """The rows of a term on a rank: their number, and the streams of each matrix."""
+    """The number of a term's rows on a rank, and the number of streams of each matrix."""
 
     rows: int
     streams: tuple[int, ...]
 
     def elements(self, shapes: Sequence[Shape]) -> int:
-        """Return the number of elements of the rows' vectors."""
+        """Return the number of elements in the rows' vectors."""
         return self.rows * sum(s * sum(shape) for s, shape in zip(self.streams, shapes))
 
 
@@ -45,7 +46,7 @@ Forms = Sequence[Form]
 
 
 def form_of(of_term: Rows) -> Form:
-    """Return the form of rows."""
+    """Return the form of the given rows."""
     return Form(len(of_term[0].a), tuple(block.streams for block in of_term))
 
 
@@ -53,16 +54,16 @@ def form_of(of_term: Rows) -> Form:
 
 
 def partners(rank: int, ranks: int) -> Iterator[int]:
-    """Yield the ranks whose inner products with a rank's rows the rank computes, in ring order."""
+    """Yield, in ring order, the ranks with which a rank computes inner products of rows."""
     for hop in range(1, ranks // 2 + 1):
-        if 2 * hop < ranks or rank >= hop:  # opposite ranks have one block
+        if 2 * hop < ranks or rank >= hop:  # only one of two opposite ranks computes their block
             yield (rank - hop) % ranks
 
 
 def ring(elements: Sequence[int]) -> list[Counts]:
-    """Return the elements that ranks send in each hop, given the elements of each rank's records.
+    """Return the number of elements sent in each hop, given those of each rank's records.
 
-    In each hop, ranks pass the records that they received in the last one to the next rank.
+    In each hop, a rank passes the records that it received in the previous hop to the next rank.
     """
     ranks = len(elements)
     hops: list[Counts] = []
@@ -77,7 +78,7 @@ def ring(elements: Sequence[int]) -> list[Counts]:
 
 
 def products_to(counts: Sequence[int], vectors: int) -> Counts:
-    """Return the elements that ranks send to rank 0, given their numbers of rows.
+    """Return the number of elements that ranks send to rank 0, given their numbers of rows.
 
     Args:
         vectors: how many vectors, such as the residuals, are sent with the inner products.
@@ -90,18 +91,18 @@ def products_to(counts: Sequence[int], vectors: int) -> Counts:
 
 
 def solution_to(counts: Sequence[int]) -> Counts:
-    """Return the elements of rank 0's solution that it sends to each rank."""
+    """Return the number of elements that rank 0 sends to each rank with the solution."""
     none = [0] * len(counts)
     return [[NUMBERS + count for count in counts], *([none] * (len(counts) - 1))]
 
 
 def vector_to(counts: Sequence[int]) -> Counts:
-    """Return the elements of a vector of rows that ranks send to rank 0."""
+    """Return the number of elements that ranks send to rank 0, for one element per row."""
     return [[count] + [0] * (len(counts) - 1) for count in counts]
 
 
 def vector_from(counts: Sequence[int]) -> Counts:
-    """Return the elements of rank 0's vector that it sends to each rank."""
+    """Return the number of elements that rank 0 sends to each rank, for one element per row."""
     return [list(counts), *([[0] * len(counts)] * (len(counts) - 1))]
 
 
@@ -118,13 +119,13 @@ def planned_messages(
     """Return a rank's messages in a step.
 
     Args:
-        forms: the forms of the terms of each rank.
-        shapes: the shapes of the matrices of parameters.
-        tries: the number of solutions.
+        forms: the forms of each rank's terms.
+        shapes: the shapes of the parameter matrices.
+        tries: how many times the system is solved.
         losses: the number of losses that are summed over ranks: one before the step, and one for
             each trial.
-        momentum: whether the step has momentum.
-        acceleration: whether the acceleration is computed, as in steps with a positive length.
+        momentum: whether the step uses momentum.
+        acceleration: whether the acceleration is computed, which requires a positive step length.
     """
     ranks = len(forms)
     if ranks == 1:
@@ -159,7 +160,7 @@ def planned_messages(
 
 
 def shard_of(size: int, ranks: int) -> int:
-    """Return the elements of a vector that each rank sums."""
+    """Return the number of elements of a vector that each rank sums."""
     return -(-size // ranks)
 
 
@@ -189,13 +190,13 @@ class Ring:
             self._group.free()
 
     def products(self, own: Sequence[Rows], forms: Sequence[Forms]) -> list[Tensor]:
-        """Return the inner products of the rank's rows with its own, and with those of partners.
+        """Return the inner products of the rank's rows with each other and with partners' rows.
 
         Collective over: ranks.
 
         Args:
             own: the rows of the rank's terms.
-            forms: the forms of the terms of each rank.
+            forms: the forms of each rank's terms.
         """
         mine = _in_chunks(own)
         with self._trace.stage("gram"):
@@ -215,7 +216,7 @@ class Ring:
         return found
 
     def _rows(self, flat: Tensor, forms: Forms) -> Iterator[Rows]:
-        """Yield the rows of terms in a message."""
+        """Yield the rows of each term in a message."""
         for form in forms:
             blocks = []
             for streams, (outputs, inputs) in zip(form.streams, self._shapes):
@@ -228,14 +229,14 @@ class Ring:
     def gather(
         self, products: Sequence[Tensor], vectors: Sequence[Tensor], counts: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]] | None:
-        """Return all inner products and vectors on rank 0, in the order of ranks; elsewhere None.
+        """Return all inner products and vectors, in rank order, on rank 0; None on other ranks.
 
         Collective over: ranks.
 
         Args:
             products: the result of `products`.
-            vectors: of the rank's rows, `[rows]` each.
-            counts: the rows of each rank.
+            vectors: vectors with one element for each of the rank's rows, `[rows]`.
+            counts: the number of rows on each rank.
         """
         if self._group is None:
             return products[0], list(vectors)
@@ -259,13 +260,14 @@ class Ring:
     def scatter(
         self, solution: tuple[Tensor, Tensor] | None, counts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Return rank 0's numbers, `[NUMBERS]`, and the rank's part of its solution.
+        """Return rank 0's scalars, `[NUMBERS]`, and this rank's part of the solution.
 
         Collective over: ranks.
 
         Args:
-            solution: on rank 0, the numbers, and a vector of all rows; None elsewhere.
-            counts: the rows of each rank.
+            solution: on rank 0, the scalars, and a vector with an element for each row of any rank;
+                None on other ranks.
+            counts: the number of rows on each rank.
         """
         if self._group is None:
             assert solution is not None
@@ -279,14 +281,14 @@ class Ring:
         return found[:NUMBERS], found[NUMBERS:]
 
     def solve_again(self, vector: Tensor, factor: Tensor | None, counts: Sequence[int]) -> Tensor:
-        """Return the rank's part of the solution of a factorised system for another vector.
+        """Solve a factorised system for another right-hand side; return this rank's part.
 
         Collective over: ranks.
 
         Args:
-            vector: of the rank's rows.
-            factor: the Cholesky factor on rank 0; None elsewhere.
-            counts: the rows of each rank.
+            vector: the right-hand side for the rank's rows.
+            factor: the Cholesky factor on rank 0; None on other ranks.
+            counts: the number of rows on each rank.
         """
         if self._group is not None:
             vector = self._pass(vector, vector_to(counts), SCATTER_SOLUTION)
@@ -298,7 +300,7 @@ class Ring:
         return self._pass(vector, vector_from(counts), SCATTER_SOLUTION)
 
     def sum(self, vector: Tensor) -> Tensor:
-        """Return the sum of all ranks' vectors, bitwise equal on all ranks.
+        """Return the sum of all ranks' vectors, which is bitwise identical on all ranks.
 
         Collective over: ranks.
         """

@@ -16,24 +16,25 @@ OF_ALSO = "also/"
 
 
 class Parameters:
-    """The trained parameters of a model's linear layers, and further unknowns.
+    """The trained parameters of a model's linear layers, and additional unknowns.
 
-    The matrix of a layer is `[outputs, inputs + 1]`, with the bias as its last column; those in
-    `also` are a single row, `[1, elements]`. Vectors contain all matrices, row-major, in float64.
+    A layer's matrix is `[outputs, inputs + 1]`, with the bias as its last column; the parameters in
+    `also` form a matrix with a single row, `[1, elements]`. Vectors contain all matrices in
+    float64, in row-major order.
 
     Args:
-        also: further parameters, of the model or not.
+        also: additional parameters, which may belong to the model.
 
     Attributes:
         layers: the trained linear layers, by name.
-        also: the further parameters.
-        outside: those that are not the model's, by name: "also/0", "also/1" ...
-        tensors: all parameters: those of layers in the order of the model, then those in `also`.
+        also: the additional parameters.
+        outside: the additional parameters outside the model, by name: "also/0", "also/1" ...
+        tensors: all parameters: those of layers in model order, then those in `also`.
         shapes: the shape of each matrix.
         size: the number of elements of a vector.
 
     Raises:
-        ValueError: a trained parameter is in no linear layer, or parameters cannot be trained.
+        ValueError: a trained parameter belongs to no linear layer, or parameters cannot be trained.
     """
 
     def __init__(self, model: nn.Module, also: Iterable[Tensor] = ()) -> None:
@@ -60,14 +61,14 @@ class Parameters:
             yield from (p for p in (layer.weight, layer.bias) if p is not None)
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """Return the matrices of a vector, as views."""
+        """Return views of a vector as matrices."""
         parts = vector.split([math.prod(shape) for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes)]
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return the parameters' elements of a vector, as views of the parameters' shapes.
+        """Return views of a vector in the parameters' shapes, by parameter name.
 
-        Names are those of the model's parameters, and of `outside`.
+        Names are those of the model's parameters and of `outside`.
         """
         return dict(zip(self._names, self._views(self.split(vector))))
 
@@ -91,7 +92,7 @@ class Parameters:
 
     @torch.no_grad()
     def write(self, vector: Tensor) -> None:
-        """Set the parameters to a vector."""
+        """Set the parameters to the elements of a vector."""
         for view, parameter in zip(self._views(self.split(vector)), self.tensors):
             parameter.copy_(view)
 
@@ -101,7 +102,7 @@ def _covered(model: nn.Module, also: Sequence[Tensor]) -> dict[str, nn.Linear]:
     layers: dict[str, nn.Linear] = {}
     known = {id(parameter): "also" for parameter in also}
     if len(known) < len(also):
-        raise ValueError("also has a parameter twice; pass each once")
+        raise ValueError("also contains a parameter twice; pass each parameter once")
     for parameter in also:
         if not torch.is_tensor(parameter) or not parameter.is_leaf or not parameter.requires_grad:
             raise ValueError(
@@ -120,7 +121,7 @@ def _covered(model: nn.Module, also: Sequence[Tensor]) -> dict[str, nn.Linear]:
         for parameter in own:
             other = known.setdefault(id(parameter), name)
             if other == "also":
-                raise ValueError(f"also must not have parameters of layer {name!r}; leave them out")
+                raise ValueError(f"also must not contain parameters of layer {name!r}; remove them")
             if other != name:
                 raise ValueError(
                     f"layers {other!r} and {name!r} share a parameter; call one layer twice instead"
@@ -131,22 +132,23 @@ def _covered(model: nn.Module, also: Sequence[Tensor]) -> dict[str, nn.Linear]:
             owner = model.get_submodule(name.rpartition(".")[0])
             raise ValueError(
                 f"parameter {name!r} of a {type(owner).__name__} cannot be trained, only those of "
-                f"torch.nn.Linear: freeze it by requires_grad_(False), or pass it in also=[...] if "
-                f"it has few elements"
+                f"torch.nn.Linear can: freeze it with requires_grad_(False), or pass it in "
+                f"also=[...] if it has few elements"
             )
     return layers
 
 
 def _linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer with plain parameters, not a parametrisation."""
+    """Return whether a module is a linear layer without a parametrisation."""
     return isinstance(module, nn.Linear) and "weight" in module._parameters
 
 
 def _common(tensors: dict[str, Tensor]) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and the device of all parameters.
+    """Return the dtype and device of all parameters.
 
     Raises:
-        ValueError: there are none, they differ, or the dtype is not float32 or float64.
+        ValueError: there are no parameters, dtypes or devices differ, or the dtype is neither
+            float32 nor float64.
     """
     if not tensors:
         raise ValueError("the model must have a torch.nn.Linear with trained parameters")
@@ -154,12 +156,12 @@ def _common(tensors: dict[str, Tensor]) -> tuple[torch.dtype, torch.device]:
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, F64):
             raise ValueError(
-                f"{name} is {tensor.dtype}, too coarse to solve for a step; convert the model by "
-                f"model.double()"
+                f"{name} is {tensor.dtype}, which is too coarse to solve for a step; convert the "
+                f"model with model.double()"
             )
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, other parameters are {first.dtype} "
-                f"on {first.device}; convert all by model.to(...)"
+                f"{name} is {tensor.dtype} on {tensor.device}, but other parameters are "
+                f"{first.dtype} on {first.device}; convert all with model.to(...)"
             )
     return first.dtype, first.device

@@ -1,4 +1,4 @@
-"""Compute products with the Jacobian of residuals from its recorded rows."""
+"""Compute products with the residuals' Jacobian from its recorded rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from mpikfac.lab.sample_space.records import Block, Rows
 
 CHUNK = 128
-"""Rows that are multiplied at a time, so that products of their streams stay in a cache."""
+"""The number of rows multiplied at a time, so that products of their streams fit into a cache."""
 ELEMENTWISE = 32
-"""The time of an elementwise product and sum, in those of an element in matrix products."""
+"""The time of an elementwise multiply-add, relative to that of one in a matrix product."""
 
 
 def chunks(rows: Rows) -> Iterator[Rows]:
-    """Yield parts of the rows, of at most `CHUNK` rows each; a single part if there are none."""
+    """Yield parts of at most `CHUNK` rows each; without rows, yield a single empty part."""
     for start in range(0, max(1, len(rows[0].a)), CHUNK):
         yield [block.part(slice(start, start + CHUNK)) for block in rows]
 
@@ -23,7 +23,7 @@ def chunks(rows: Rows) -> Iterator[Rows]:
 def gram(left: Sequence[Rows], right: Sequence[Rows]) -> Tensor:
     """Return the inner products of rows, `[left, right]`.
 
-    If both are the same sequence, only half of the products are computed.
+    If `left` and `right` are the same sequence, only half of the products are computed.
     """
     counts = [[len(rows[0].a) for rows in side] for side in (left, right)]
     total = left[0][0].a.new_zeros(sum(counts[0]), sum(counts[1]))
@@ -39,10 +39,10 @@ def gram(left: Sequence[Rows], right: Sequence[Rows]) -> Tensor:
 
 
 def _inner(left: Block, right: Block, total: Tensor) -> None:
-    """Add the inner products of rows in one matrix, in the cheaper of two ways.
+    """Add the inner products of one matrix's rows to `total`, in the cheaper of two ways.
 
-    `(sum g a^T) . (sum h b^T)` is the sum over pairs of streams of `(a . b) (g . h)`
-    [Novak et al. 2022]; with many streams in a small layer, the rows are multiplied as they are.
+    `(sum g a^T) . (sum h b^T)` is the sum of `(a . b) (g . h)` over pairs of streams
+    [Novak et al. 2022]. With many streams in a small layer, the rows themselves are multiplied.
     """
     (inputs, outputs), pairs = (left.a.shape[2], left.g.shape[2]), left.streams * right.streams
     if pairs * (inputs + outputs + ELEMENTWISE) > inputs * outputs:
@@ -54,7 +54,7 @@ def _inner(left: Block, right: Block, total: Tensor) -> None:
 
 
 def along(rows: Rows, matrices: Sequence[Tensor]) -> Tensor:
-    """Return the products of rows with a vector, given as matrices: `J v`, `[rows]`."""
+    """Return `J v`, `[rows]`, the products of rows with a vector that is given as matrices."""
     total = rows[0].a.new_zeros(len(rows[0].a))
     for block, matrix in zip(rows, matrices):
         total += ((block.a @ matrix.T) * block.g).sum((1, 2))
@@ -62,6 +62,6 @@ def along(rows: Rows, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def combine(rows: Rows, coefficients: Tensor, matrices: Sequence[Tensor]) -> None:
-    """Add a combination of rows, `J^T coefficients`, to matrices."""
+    """Add `J^T coefficients`, a linear combination of rows, to matrices."""
     for block, matrix in zip(rows, matrices):
         matrix.add_(block.combined(coefficients))

@@ -1,8 +1,8 @@
-"""Record the rows of the residuals' Jacobian as products of vectors that layers receive.
+"""Record the rows of the residuals' Jacobian as products of the vectors that layers receive.
 
-The row of a residual in a linear layer is the sum of `g a^T` over the streams of its point: value
-and derivatives of a jet, positions, and calls. One backward pass of the summed residuals yields the
-vectors of all points, because points are independent.
+A residual's row in a linear layer is the sum of `g a^T` over the streams of its point, which are
+the value and derivatives of a jet, at all positions and in all calls. Because points are
+independent, a single backward pass of the summed residuals yields the vectors of all points.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from mpikfac.lab.sample_space.terms import Term
 from mpikfac.numerics import in_transform, listen
 
 TOLERANCE = {torch.float32: 1e-3, F64: 1e-6}
-"""The largest relative difference between a recorded row and autograd's."""
+"""The maximum relative difference between a recorded row and autograd's."""
 ROUNDING = 64
-"""Epsilons by which gradients that would be multiples of each other may differ."""
+"""The number of epsilons by which gradients may differ from exact multiples of each other."""
 NO_COLUMN = -1
-"""The column of residuals in backward passes that are not recorded."""
+"""The value of `Tape.column` during backward passes that are not recorded."""
 
 
 class Block:
-    """Rows of the Jacobian in one matrix of parameters, as vectors.
+    """Rows of the Jacobian with respect to one parameter matrix, stored as vectors.
 
     Attributes:
         a: the inputs of the matrix, `[rows, streams, inputs]`, in float64.
-        g: the gradients of the residuals at its outputs, `[rows, streams, outputs]`.
+        g: the gradients of the residuals with respect to its outputs, `[rows, streams, outputs]`.
     """
 
     def __init__(self, a: Tensor, g: Tensor) -> None:
@@ -42,7 +42,7 @@ class Block:
 
     @property
     def streams(self) -> int:
-        """The number of products whose sum is a row."""
+        """The number of products that sum to a row."""
         return self.a.shape[1]
 
     @cached_property
@@ -52,16 +52,16 @@ class Block:
 
     @cached_property
     def of_streams(self) -> list[tuple[Tensor, Tensor]]:
-        """The vectors of each stream, `[rows, inputs]` and `[rows, outputs]`."""
+        """For each stream, the vectors `[rows, inputs]` and `[rows, outputs]`."""
         streams = [x.transpose(0, 1).contiguous().unbind() for x in (self.a, self.g)]
         return [*zip(*streams)]
 
     def part(self, rows: slice) -> Block:
-        """Return some of the rows."""
+        """Return the block of the rows in a slice."""
         return Block(self.a[rows], self.g[rows])
 
     def combined(self, coefficients: Tensor) -> Tensor:
-        """Return a combination of the rows, `[outputs, inputs]`."""
+        """Return a linear combination of the rows, `[outputs, inputs]`."""
         g = (self.g * coefficients[:, None, None]).flatten(0, 1)
         return g.T @ self.a.flatten(0, 1)
 
@@ -72,10 +72,12 @@ Rows = Sequence[Block]
 
 @dataclass
 class TapedCall:
-    """A call of a layer: the inputs, and gradients at the outputs, by column of the residuals.
+    """A call of a layer, with its inputs and the gradients with respect to its outputs.
 
     Attributes:
+        a: the inputs, `[points, streams, inputs]`.
         second_derivatives: how many of the last streams are second derivatives of a jet.
+        gradients: the gradients `[points, streams, outputs]`, by column of the residuals.
     """
 
     a: Tensor
@@ -83,7 +85,7 @@ class TapedCall:
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def streams(self, column: int) -> tuple[Tensor, Tensor]:
-        """Return the inputs and the gradients of a column, in few streams."""
+        """Return the inputs and a column's gradients, with as few streams as possible."""
         return _collapsed(self.a, self.gradients[column], self.second_derivatives)
 
 
@@ -92,8 +94,8 @@ class Tape:
 
     Attributes:
         calls: the calls of each layer.
-        column: the column of residuals whose backward pass runs, or `NO_COLUMN`; None while the
-            function runs.
+        column: the column of residuals whose backward pass is running, or `NO_COLUMN`; None while
+            the residual function is running.
     """
 
     def __init__(self, parameters: Parameters, term: Term) -> None:
@@ -104,7 +106,7 @@ class Tape:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Return a context in which calls are recorded."""
-        hooks = [  # before those of the program, which may change the output
+        hooks = [  # called before the program's hooks, which may change the output
             layer.register_forward_hook(
                 partial(self._on_forward, name), with_kwargs=True, prepend=True
             )
@@ -128,7 +130,7 @@ class Tape:
             if x.dtype != module.weight.dtype:
                 raise ValueError(
                     f"term {self._term.name!r} calls layer {name!r} of {module.weight.dtype} with "
-                    f"{x.dtype}; convert the points, such as by points.double()"
+                    f"{x.dtype}; convert the points, for example with points.double()"
                 )
 
     def _on_forward(
@@ -147,7 +149,7 @@ class Tape:
         (x,) = (*inputs, *named.values())
         streams, out = (x.streams, out.streams) if isinstance(x, Jet) else (x[:, None], out)
         one = streams.new_zeros(streams.shape[1:-1])
-        one[0] = 1.0  # derivatives of the bias vanish
+        one[0] = 1.0  # the bias is added to the value only
         a = streams.detach().flatten(1, -2)
         if len(a) != self._term.count:
             raise ValueError(
@@ -165,13 +167,13 @@ class Tape:
         if self.column is None:
             raise ValueError(
                 f"term {self._term.name!r} takes a backward pass through layer {name!r}, which "
-                f"hides a part of the weight's gradient; use the derivatives of "
+                f"hides part of the weight's gradient; use the derivatives of "
                 f"model(mpikfac.lab.jet(x))"
             )
         call.gradients[self.column] = g.detach().reshape(*call.a.shape[:2], -1)
 
     def blocks(self, name: str, columns: int) -> Iterator[Block]:
-        """Yield the block of each column of residuals in a layer, with the streams of all calls."""
+        """Yield a layer's block for each column of residuals, with the streams of all calls."""
         calls = [call for call in self.calls[name] if call.gradients]
         layer = self._layers[name]
         count, inputs = self._term.count, layer.in_features + (layer.bias is not None)
@@ -186,11 +188,12 @@ class Tape:
 
 
 def _collapsed(a: Tensor, g: Tensor, second_derivatives: int) -> tuple[Tensor, Tensor]:
-    """Return streams whose last `second_derivatives` ones are one, if this is possible.
+    """Merge the last `second_derivatives` streams into one, if possible.
 
-    `c g a^T + d g b^T` is `g (c a + d b)^T`: at a point, the gradients by second derivatives along
-    several directions are multiples of each other unless outputs of the network are mixed, because
-    each layer and function treats all of them in the same way [Dangel et al. 2025].
+    `c g a^T + d g b^T` equals `g (c a + d b)^T`. At a point, the gradients with respect to second
+    derivatives along several directions are multiples of each other, because each layer and
+    function treats all directions in the same way [Dangel et al. 2025]; the exception is a residual
+    that uses several outputs of the network with different directions.
     """
     if second_derivatives < 2:
         return a, g
@@ -211,14 +214,14 @@ def _collapsed(a: Tensor, g: Tensor, second_derivatives: int) -> tuple[Tensor, T
 def record(
     model: nn.Module, parameters: Parameters, term: Term, scale: float, check: bool
 ) -> tuple[Rows, Tensor]:
-    """Return the rows of the Jacobian at a rank's points, and the residuals, `[rows]`.
+    """Return the rows of the Jacobian at the rank's points, and the residuals, `[rows]`.
 
-    Rows are ordered by column of the residuals, then by point, and multiplied by `scale`.
+    Both are ordered by column of the residuals, then by point, and multiplied by `scale`.
 
     Collective over: none.
 
     Args:
-        check: compare rows with autograd's.
+        check: whether to compare rows with autograd's.
 
     Raises:
         ValueError: the function's residuals cannot be recorded, or a row differs from autograd's.
@@ -232,7 +235,7 @@ def record(
         if not found.requires_grad:
             raise ValueError(
                 f"the residuals of term {term.name!r} do not depend on a trained parameter; "
-                f"remove the term, and keep no_grad() and detach() out of it"
+                f"remove the term, or remove no_grad() and detach() from it"
             )
         if len(found) == found.shape[1] > 1:
             term.check_alike(model, found[0], parameters.tensors)
@@ -262,7 +265,7 @@ def _empty(parameters: Parameters) -> tuple[Rows, Tensor]:
 
 
 def _joined(blocks: Sequence[Block]) -> Block:
-    """Return the rows of blocks in order; columns of residuals that lack a call's streams get 0."""
+    """Concatenate the rows of blocks; blocks with fewer streams are padded with zeros."""
     streams = max(block.streams for block in blocks)
 
     def padded(x: Tensor) -> Tensor:
@@ -275,9 +278,10 @@ def _joined(blocks: Sequence[Block]) -> Block:
 
 
 def _also(residuals: Tensor, also: Sequence[Tensor]) -> list[Block]:
-    """Return the block of further parameters: columns of the Jacobian, one per element.
+    """Return the block of the additional parameters, computed as columns of the Jacobian.
 
-    `J^T v` is linear in v, and its derivative by v is a column.
+    Each element of a parameter gives an element of `J^T v`, whose derivative with respect to v is a
+    column of J.
     """
     if not also:
         return []
@@ -295,7 +299,7 @@ def _also(residuals: Tensor, also: Sequence[Tensor]) -> list[Block]:
 
 
 def _check(residuals: Tensor, rows: Rows, parameters: Parameters, term: Term) -> None:
-    """Compare the first and the last row of each column, and a combination of all, with autograd's.
+    """Compare each column's first and last row, and a combination of all rows, with autograd's.
 
     Raises:
         ValueError: they differ; the message names the parameter.
@@ -313,7 +317,7 @@ def _check(residuals: Tensor, rows: Rows, parameters: Parameters, term: Term) ->
 def _compare(
     residuals: Tensor, rows: Rows, coefficients: Tensor, parameters: Parameters, term: Term
 ) -> None:
-    """Compare a combination of rows with autograd's.
+    """Compare a linear combination of rows with autograd's.
 
     Raises:
         ValueError: they differ; the message names the parameter.
@@ -332,8 +336,8 @@ def _compare(
         error = float((own - of_autograd).norm())
         if not error <= tolerance * float(of_autograd.norm()) + 1e3 * eps * whole:
             raise ValueError(
-                f"the gradient of a residual of term {term.name!r} by {name!r} differs from "
-                f"autograd's by {error:.1e} of {float(of_autograd.norm()):.1e}: use the "
-                f"parameter only by calls of its layer, derivatives by the inputs only of "
-                f"mpikfac.lab.jet, and no values of other points"
+                f"in term {term.name!r}, a residual's gradient with respect to {name!r} differs "
+                f"from autograd's by {error:.1e} of {float(of_autograd.norm()):.1e}: use the "
+                f"parameter only by calling its layer, take derivatives with respect to inputs "
+                f"only with mpikfac.lab.jet, and do not use values of other points"
             )

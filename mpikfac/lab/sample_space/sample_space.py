@@ -1,4 +1,4 @@
-"""Minimise sums of squared residuals by Gauss-Newton steps that are solved for in sample space."""
+"""Minimise sums of squared residuals with Gauss-Newton steps, solved for in sample space."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from mpikfac.plan.names import OF_MODEL
 from mpikfac.trace import Trace
 
 LENGTHS = tuple(0.5**k for k in range(8))
-"""The lengths of a step that are tried, from 1 to 1/128."""
+"""The step lengths that are tried, from 1 to 1/128."""
 MOST_TRIES = 12
-"""Solutions per step; the last has 4 million times the damping of the first."""
+"""The maximum number of solutions per step; the last has 4 million times the first's damping."""
 MOST_DAMPING = 1e3
-"""The damping over the mean of the diagonal above which a step does not raise it."""
+"""Steps do not raise the damping above this multiple of the mean of the diagonal."""
 
-# Names of items of the state.
+# Names of the items in the state.
 STEPS, DAMPING, MOMENTUM = "sample/steps", "sample/damping", "sample/momentum/"
 SAMPLE = "sample/"
 
@@ -44,16 +44,16 @@ log = logging.getLogger("mpikfac")
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a step did.
+    """The result of a step.
 
     Attributes:
         loss: the loss before the step.
-        new_loss: the loss after it, at the same points.
-        length: the factor of the step; 0 if no length reduced the loss, and the weights are those
-            before the step.
-        ratio: the decrease of the loss over the one that the linearised residuals predict.
+        new_loss: the loss after the step, at the same points.
+        length: the length of the step; 0 if no length reduced the loss, in which case the weights
+            are unchanged.
+        ratio: the decrease of the loss, divided by the decrease that linearised residuals predict.
         damping: the number that was added to the diagonal of `J J^T`.
-        relative_damping: the damping over the mean of the diagonal.
+        relative_damping: the damping, divided by the mean of the diagonal.
         tries: how many times the system was solved.
     """
 
@@ -67,7 +67,7 @@ class Report:
 
 
 class Trial(NamedTuple):
-    """A length of a step, the loss there, and the rank's residuals."""
+    """A step length, the resulting loss, and the rank's residuals."""
 
     length: float
     loss: float
@@ -75,14 +75,14 @@ class Trial(NamedTuple):
 
 
 class Trajectory(NamedTuple):
-    """The parameters as a function of a step's length: a line, or a parabola."""
+    """The parameters as a function of the step length: a line or a parabola."""
 
     begin: Tensor
     direction: Tensor
     acceleration: Tensor | None = None
 
     def at(self, length: float) -> Tensor:
-        """Return the parameters at a length."""
+        """Return the parameters for a step length."""
         line = self.begin - length * self.direction
         if self.acceleration is None:
             return line
@@ -90,15 +90,16 @@ class Trajectory(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """A solved system on a rank.
+    """A solved system, as seen by a rank.
 
     Attributes:
-        coefficients: of the rank's rows.
+        coefficients: the solution for the rank's rows.
         factor: the Cholesky factor of the damped system, on rank 0 only.
         damping: the damping with which the system could be solved.
         mean: the mean of the diagonal of `J J^T`.
-        slope: the inner product of the residuals and their change, which the step subtracts.
-        curvature: the squared norm of the change.
+        slope: the inner product of the residuals and the change that a step of length 1 subtracts
+            from the linearised residuals.
+        curvature: the squared norm of this change.
     """
 
     coefficients: Tensor
@@ -110,16 +111,16 @@ class Solution(NamedTuple):
 
     @property
     def relative_damping(self) -> float:
-        """The damping over the mean of the diagonal."""
+        """The damping, divided by the mean of the diagonal."""
         return self.damping / self.mean if self.mean else math.inf
 
     def decrease(self, length: float) -> float:
-        """Return the decrease of the loss that linearised residuals predict."""
+        """Return the decrease of the loss that linearised residuals predict for a length."""
         return length * self.slope - length**2 / 2 * self.curvature
 
 
 class SampleSpace:
-    """Minimise a sum of squared residuals by damped Gauss-Newton steps.
+    """Minimise a sum of squared residuals with damped Gauss-Newton steps.
 
         def interior(model, x):
             u = model(mpikfac.lab.jet(x))
@@ -133,52 +134,54 @@ class SampleSpace:
         for _ in range(200):
             report = steps.step()
 
-    The loss is the sum of the terms. It is `|r|^2 / 2` of weighted residuals r with the Jacobian J,
-    and the direction is `-J^T (J J^T + damping I)^-1 r`, the step of Levenberg and Marquardt. The
-    system has one equation per residual, however many weights there are [Guzmán-Cordero et al.
+    The loss is the sum of the terms, `|r|^2 / 2` for the weighted residuals r with the Jacobian J.
+    The direction is that of Levenberg and Marquardt, `-J^T (J J^T + damping I)^-1 r`. Its linear
+    system has one equation per residual, regardless of the number of weights [Guzmán-Cordero et al.
     2025]. `J J^T` is computed from the vectors that linear layers receive; rows of J are stored
-    for small layers only. Arithmetic after the passes is in float64.
+    for small layers only. All computations after the passes are in float64.
 
-    The length of a step is 1, 1/2, 1/4 ..., until the loss rises again. The residuals there show
-    how they curve, and the same system is solved for a bend of the step that cancels it, by
-    geodesic acceleration [Transtrum & Sethna 2012]; it is taken if it reduces the loss further, at
-    this length or at the next longer one.
+    The step lengths 1, 1/2, 1/4 ... are tried until the loss rises again. The residuals at the best
+    length show how the residuals curve along the step. The same system is then solved for a
+    quadratic correction of the step that cancels this curvature, by geodesic acceleration
+    [Transtrum & Sethna 2012]. It is applied if it reduces the loss further, at the same length or
+    at the next longer one.
 
     Long steps divide the damping by 3, and steps shorter than 1/8 multiply it by 3. If no length
-    reduces the loss, the same system is solved with 4 times the damping. If none does so, the
-    length is 0, and the weights stay: the loss has converged as far as rounding allows, or the
-    points need to change.
+    reduces the loss, the same system is solved with 4 times the damping. If this never succeeds,
+    the step has length 0, and the weights do not change: the loss has converged as far as rounding
+    allows, or new points are needed.
 
-    Points are distributed over ranks in any way; apart from rounding, results do not depend on it.
-    Rank 0 stores and solves the system.
+    Points can be distributed over ranks in any way; apart from rounding, results do not depend on
+    it. Rank 0 stores and solves the system.
 
     Collective over: comm. All ranks get rank 0's parameters.
 
     Args:
-        model: its trained parameters are those of `torch.nn.Linear`, in float64, or in float32 for
-            a less accurate solution. Dropout and batch normalisation must be in eval() mode.
-        terms: with different names; their order is the same on all ranks.
-        also: further trained tensors, such as unknown coefficients of an equation. Each of their
-            elements needs a backward pass.
+        model: a model whose trained parameters belong to `torch.nn.Linear` modules, in float64, or
+            in float32 for a less accurate solution. Dropout and batch normalisation must be in
+            eval() mode.
+        terms: terms with different names, in the same order on all ranks.
+        also: additional trained tensors, such as unknown coefficients of an equation. Each of their
+            elements takes a backward pass.
         damping: the damping of the first step.
-        lengths: the lengths to try, in descending order.
-        momentum: the factor mu in [0, 1) of the last direction, which the new one continues in the
-            null space of J, as in SPRING [Goldshlager et al. 2024]; 0 for fixed points.
-        acceleration: whether to bend steps, at the cost of one or two losses, and of the messages
-            of another solution and direction.
-        comm: None for all ranks.
-        trace: seconds and bytes of the stages; a new trace if None.
+        lengths: the step lengths to try, in descending order.
+        momentum: the factor mu in [0, 1) of the last direction, which is continued in the null
+            space of J, as in SPRING [Goldshlager et al. 2024]; use 0 for fixed points.
+        acceleration: whether to correct steps, at the cost of one or two loss evaluations and of
+            the messages for an additional solution and direction.
+        comm: the communicator; None for all ranks.
+        trace: records the seconds and bytes of the stages; None for a new trace.
 
     Raises:
         ValueError: an argument is invalid; raised before any communication.
-        UserError: ranks disagree on an argument or on the shapes of the model.
+        UserError: ranks disagree on an argument or on the model's shapes.
 
     Attributes:
-        most_residuals: the largest number of residuals on all ranks together.
+        most_residuals: the maximum number of residuals on all ranks together.
         model: the model.
-        steps: completed steps.
+        steps: the number of completed steps.
         damping: the damping of the next step.
-        trace: seconds and bytes of every stage.
+        trace: the seconds and bytes of every stage.
     """
 
     most_residuals: ClassVar[int] = 8192
@@ -213,8 +216,8 @@ class SampleSpace:
         _check_model(model)
         if self._parameters.dtype != F64 and self._comm.rank == 0:
             log.warning(
-                "the model is in %s: residuals are rounded, and damping below 1e-6 of the mean of "
-                "the diagonal has no meaning; convert the model by model.double()",
+                "the model is in %s: residuals are rounded, so a damping below 1e-6 of the mean of "
+                "the diagonal has no effect; convert the model with model.double()",
                 self._parameters.dtype,
             )
         form = {f"also[{i}]": list(p.shape) for i, p in enumerate(self._parameters.also)}
@@ -229,14 +232,14 @@ class SampleSpace:
         self._last = torch.zeros(size, dtype=F64, device=device)
 
     def renew(self, **points: Points) -> None:
-        """Replace the rank's points of terms, which are given by name, for the next step.
+        """Replace the rank's points of the named terms from the next step on.
 
             steps.renew(interior=torch.rand(1000, 2))
 
         Collective over: none.
 
         Raises:
-            ValueError: there is no term of this name, or the points are no tensors.
+            ValueError: there is no term with this name, or the points are not tensors.
         """
         for name in points:
             if name not in self._terms:
@@ -246,7 +249,7 @@ class SampleSpace:
             self._terms[name] = dataclasses.replace(self._terms[name], points=replaced)
 
     def close(self) -> None:
-        """Free the communicator. No further step is possible.
+        """Free the communicator; no more steps are possible.
 
         Collective over: comm.
         """
@@ -255,12 +258,13 @@ class SampleSpace:
     # -- a step ----------------------------------------------------------------------------------
 
     def step(self) -> Report:
-        """Move the parameters by one step, identically on all ranks, and return what was done.
+        """Update the parameters, identically on all ranks, and report the result.
 
-        In the first step, some rows of J and a combination of all are compared with autograd's.
+        The first step compares some rows of J, and a combination of all rows, with autograd's.
 
-        Collective over: comm. Other ranks learn of a `ValueError`, `OSError` or `UserError` in a
-        residual function; any other error of one rank ends the job only under `python -m mpi4py`.
+        Collective over: comm. A `ValueError`, `OSError` or `UserError` in a residual function is
+        raised on all ranks; after any other error on a single rank, the others hang, unless
+        `python -m mpi4py` ends the job.
 
         Raises:
             UserError: on some rank, a residual function fails or cannot be recorded; a term has no
@@ -281,36 +285,36 @@ class SampleSpace:
             raise
 
     def _check_rows(self, rows: int) -> None:
-        """Check that a system of so many equations fits into rank 0's memory.
+        """Check that there are at most `most_residuals` equations, for the memory of rank 0.
 
         Raises:
-            UserError: it does not.
+            UserError: there are more.
         """
         if rows > self.most_residuals:
             raise UserError(
                 f"{rows} residuals need a matrix of {8 * rows**2:,} bytes on rank 0; sample at "
-                f"most {self.most_residuals} residuals per step, and others in the next by "
-                f"renew(...)"
+                f"most {self.most_residuals} residuals per step, and change them between steps "
+                f"with renew(...)"
             )
 
     def _scales(self) -> list[float]:
-        """Return the factor of each term's residuals, `sqrt(weight / points of all ranks)`.
+        """Return the factor of each term's residuals, `sqrt(weight / points on all ranks)`.
 
         Collective over: comm.
 
         Raises:
-            UserError: a term has no points, or all have too many.
+            UserError: a term has no points, or the terms have too many points in total.
         """
         own = [term.count for term in self._terms.values()]
         counts = [sum(of_term) for of_term in zip(*self._comm.allgather(own))]
         for name, count in zip(self._terms, counts):
             if not count:
                 raise UserError(f"term {name!r} has no points on any rank; pass some, or remove it")
-        self._check_rows(sum(counts))  # before records are made; a point has one residual or more
+        self._check_rows(sum(counts))  # fail before recording; a point has at least one residual
         return [math.sqrt(term.weight / n) for term, n in zip(self._terms.values(), counts)]
 
     def _record(self, scales: Sequence[float]) -> tuple[list[Rows], Tensor]:
-        """Return the rows of each term, and all residuals, of this rank."""
+        """Return this rank's rows of each term, and all its residuals."""
         found = [
             record(self.model, self._parameters, term, scale, self._unchecked)
             for term, scale in zip(self._terms.values(), scales)
@@ -325,7 +329,7 @@ class SampleSpace:
         forms: Sequence[Forms],
         scales: Sequence[float],
     ) -> Report:
-        """Solve for directions until a length of one reduces the loss, and take the step.
+        """Solve with increasing damping until some step length reduces the loss; take the step.
 
         Collective over: comm.
         """
@@ -378,7 +382,7 @@ class SampleSpace:
         Collective over: comm.
 
         Raises:
-            UserError: residuals or products are not finite.
+            UserError: residuals or inner products are not finite.
         """
         solved, factor = None, None
         if gathered is not None:
@@ -395,7 +399,7 @@ class SampleSpace:
         return solution
 
     def _direction_of(self, rows: Sequence[Rows], coefficients: Tensor, mu: float) -> Tensor:
-        """Return the direction, `J^T coefficients` and the last direction times mu.
+        """Return the direction, `J^T coefficients` plus mu times the last direction.
 
         Collective over: comm.
         """
@@ -416,10 +420,10 @@ class SampleSpace:
         factor: Tensor | None,
         counts: Sequence[int],
     ) -> Tensor:
-        """Return the acceleration that cancels the curvature of residuals up to a trial length.
+        """Return the acceleration that cancels the curvature of the residuals along a step.
 
-        The second derivative of residuals along the line follows from their distance to the linear
-        prediction, without a pass.
+        The residuals' second derivative along the line follows from the difference between the
+        trial's residuals and the linear prediction, without another pass.
 
         Collective over: comm.
         """
@@ -431,9 +435,9 @@ class SampleSpace:
     def _search(
         self, curve: Trajectory, lengths: Sequence[float], start: Trial, scales: Sequence[float]
     ) -> Trial:
-        """Return the best trial of lengths, or `start` if none has a lower loss.
+        """Return the best trial of the given lengths, or `start` if none has a lower loss.
 
-        The parameters are those of some trial.
+        The parameters are left at those of the last trial.
 
         Collective over: comm.
         """
@@ -447,7 +451,7 @@ class SampleSpace:
                 break
         return best
 
-    @torch.enable_grad()  # a residual may take derivatives of its own functions of the points
+    @torch.enable_grad()  # a residual function may use autograd for other functions of the points
     def _loss(self, scales: Sequence[float]) -> tuple[float, Tensor]:
         """Return the loss at the points of all ranks, and the residuals of this rank's rows.
 
@@ -465,7 +469,7 @@ class SampleSpace:
         return self._sum(residuals), residuals
 
     def _sum(self, residuals: Tensor) -> float:
-        """Return half of the sum of squares over ranks.
+        """Return half the sum of squares over all ranks.
 
         Collective over: comm.
         """
@@ -474,17 +478,19 @@ class SampleSpace:
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by name, which is equal on all ranks, for `mpikfac.save_checkpoint`.
+        """Return the state by name, for `mpikfac.save_checkpoint`; it is equal on all ranks.
 
-        It contains the model, the tensors in `also`, the damping, the number of steps and, with
-        momentum, the last direction. Points belong to the program.
+        The state contains the model, the tensors in `also`, the damping, the number of steps and,
+        with momentum, the last direction. It does not contain the points.
 
         Collective over: none.
         """
         return {**self._tensors(), DAMPING: self.damping, STEPS: self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state, such as a checkpoint, on all ranks or on none, at any number of ranks.
+        """Load a state, such as a checkpoint, with any number of ranks.
+
+        If loading fails on any rank, no rank's state changes.
 
         Collective over: comm.
 
@@ -500,7 +506,7 @@ class SampleSpace:
         self.damping, self.steps = float(items[DAMPING]), items[STEPS]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the state by name; the state is loaded into them."""
+        """Return the state's tensors by name; `load_state_dict` copies into them."""
         named = self.model.state_dict().items()
         own = {OF_MODEL + name: value for name, value in named if torch.is_tensor(value)}
         if self._mu:
@@ -512,13 +518,13 @@ class SampleSpace:
 def solve(
     products: Tensor, residuals: Tensor, last: Tensor | None, damping: float
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return the numbers of a `Solution` and the coefficients of all rows, and the factor.
+    """Return the scalars of a `Solution` with the coefficients of all rows, and the factor.
 
-    If rounding makes the damped matrix indefinite, the damping is multiplied by 10.
+    While rounding makes the damped matrix indefinite, the damping is multiplied by 10.
 
     Args:
         products: `J J^T`.
-        last: the products of the rows with the last direction, times mu; None without momentum.
+        last: mu times the products of the rows with the last direction; None without momentum.
     """
     mean = float(products.diagonal().mean())
     if not math.isfinite(mean + float(residuals.sum())):
@@ -546,7 +552,7 @@ def _factor(products: Tensor, damping: float) -> tuple[Tensor, bool]:
 
 
 def factor_of(length: float) -> float:
-    """Return the factor of the damping after a step of a length."""
+    """Return the factor by which a step of the given length changes the damping."""
     if length >= 1 / 2:
         return 1 / 3
     return 1.0 if length >= 1 / 8 else 3.0
@@ -561,11 +567,11 @@ def _check_lengths(lengths: Sequence[float]) -> None:
 
 def _check_terms(terms: Sequence[Term]) -> None:
     if isinstance(terms, Term):
-        raise ValueError("terms must be a list of mpikfac.lab.Term, not one; pass [Term(...)]")
+        raise ValueError("terms must be a list of mpikfac.lab.Term, not a Term; pass [Term(...)]")
     if wrong := [term for term in terms if not isinstance(term, Term)]:
         raise ValueError(f"terms must be mpikfac.lab.Term(residual, points), not {wrong[0]!r}")
     if not terms:
-        raise ValueError("terms=[] must have at least one mpikfac.lab.Term(residual, points)")
+        raise ValueError("terms=[] must contain at least one mpikfac.lab.Term(residual, points)")
     name, count = Counter(term.name for term in terms).most_common(1)[0]
     if count > 1:
         raise ValueError(
@@ -575,31 +581,31 @@ def _check_terms(terms: Sequence[Term]) -> None:
 
 
 def _check_whole(model: nn.Module) -> None:
-    """Check that every rank has whole parameters.
+    """Check that the parameters are not sharded.
 
     Raises:
-        ValueError: parameters are sharded.
+        ValueError: the parameters are sharded.
     """
     check_wrappers(model)
     if fully_sharded(model):
         raise ValueError(
-            "the model is sharded by fully_shard, but residuals need whole parameters on every "
+            "the model is sharded by fully_shard, but residuals need complete parameters on every "
             "rank; use the plain model"
         )
 
 
 def _check_model(model: nn.Module) -> None:
-    """Check that residuals of points are independent, and that passes are not recorded elsewhere.
+    """Check that points are independent, and that no trainer records the passes.
 
     Raises:
-        ValueError: a module draws random numbers or uses statistics of the batch, or the model has
-            a trainer.
+        ValueError: a module draws random numbers or uses batch statistics, or the model has a
+            trainer.
     """
     for name, module in model.named_modules():
         if module.training and isinstance(module, RANDOM):
             raise ValueError(
-                f"{name or 'the model'} is a {type(module).__name__} in training mode, with which "
-                f"residuals are random or depend on other points; call model.eval()"
+                f"{name or 'the model'} is a {type(module).__name__} in training mode, which makes "
+                f"residuals random or dependent on other points; call model.eval()"
             )
     if (trainer := trainer_of(model)) is not None:
         raise ValueError(

@@ -15,13 +15,13 @@ Points = Tensor | tuple[Tensor, ...]
 Residual = Callable[[nn.Module, Any], Tensor]
 """A function of the model and a term's points that returns `[points]` or `[points, k]`."""
 MOST_ALIKE = 8
-"""With more points than this, residuals `[points, points]` are a mistake in broadcasting; with
-fewer, they can be as many equations."""
+"""With more points than this, residuals `[points, points]` are considered a broadcasting mistake;
+with fewer, there may be as many equations as points."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """A term of the loss, `weight / 2` times the mean over points of squared residuals.
+    """A term of the loss: `weight / 2` times the mean of squared residuals over points.
 
         def border(model, x):
             return model(x) - exact(x)
@@ -29,12 +29,12 @@ class Term:
         term = mpikfac.lab.Term(border, points, weight=100.0)
 
     Attributes:
-        residual: called with the model and the points; returns `[points]`, or `[points, k]` for k
-            equations, whose squares are added. The residual of a point depends on no other point.
-            Derivatives by the inputs are those of `mpikfac.lab.jet`.
-        points: the rank's own points, a tensor `[points, ...]`, or a tuple of such tensors. Some
-            ranks may have none.
-        weight: a factor above 0.
+        residual: a function of the model and the points that returns `[points]`, or `[points, k]`
+            for k equations, whose squares are summed. A point's residual must not depend on other
+            points. Use `mpikfac.lab.jet` for derivatives with respect to the inputs.
+        points: the rank's points, a tensor `[points, ...]`, or a tuple of such tensors. Some ranks
+            may have zero points.
+        weight: the factor of the term, > 0.
     """
 
     residual: Residual
@@ -58,14 +58,14 @@ class Term:
 
     @property
     def count(self) -> int:
-        """The number of the rank's points."""
+        """The number of points on this rank."""
         return len(self.points[0]) if isinstance(self.points, tuple) else len(self.points)
 
     def values(self, model: nn.Module) -> Tensor:
         """Return the residuals at the rank's points, `[points, k]`.
 
         Raises:
-            ValueError: the function does not return one residual, or k of them, per point.
+            ValueError: the function does not return 1 or k residuals per point.
         """
         found: Any = self.residual(model, self.points)
         if not torch.is_tensor(found):
@@ -82,21 +82,21 @@ class Term:
             raise self._broadcast()
         if found.dim() > 2 or len(found) != self.count:
             raise ValueError(
-                f"term {self.name!r} must return residuals [points] or [points, k], and returned "
+                f"term {self.name!r} must return residuals [points] or [points, k], but returned "
                 f"{list(found.shape)} for {self.count} points"
             )
         return found.flatten(1) if found.dim() == 2 else found[:, None]
 
     def check_alike(self, model: nn.Module, first: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Check that as many residuals as points are equations.
+        """Check that residuals `[points, points]` are equations, not a broadcasting mistake.
 
-        A single point has all equations, and they depend on the parameters in different ways.
+        Equations depend on the parameters in different ways, and a single point has all of them.
 
         Args:
             first: the residuals of the first point.
 
         Raises:
-            ValueError: they are those of other points.
+            ValueError: the columns are broadcast from other points.
         """
         one = (
             tuple(x[:1] for x in self.points) if isinstance(self.points, tuple) else self.points[:1]
@@ -112,5 +112,5 @@ class Term:
     def _broadcast(self) -> ValueError:
         return ValueError(
             f"term {self.name!r} returned {[self.count] * 2} for {self.count} points: a dimension "
-            f"of size 1 met one of size {self.count}; write model(x)[:, 0] and u.second[:, 0]"
+            f"of size 1 was broadcast to {self.count}; write model(x)[:, 0] and u.second[:, 0]"
         )

@@ -1,1 +1,1 @@
-"""Layers whose channels are divided among the ranks of a group."""
+"""Split the channels of layers over the ranks of a group."""

@@ -23,14 +23,14 @@ Hook = Callable[[Tensor], None]
 class SplitForward:
     """Compute a layer on a slice of the channels, for all examples of the group.
 
-    It replaces the module's `forward`. Under `torch.no_grad`, a rank computes alone, with the whole
-    weight. A copy of the module is an ordinary module.
+    An instance replaces the module's `forward`. Under `torch.no_grad`, each rank computes the whole
+    layer by itself. A copy of the module is an ordinary module.
 
     Attributes:
-        place: the channels that are divided, and the forms of input and output.
+        place: which channels are split, and whether inputs and outputs are slices.
         tp_plan: the plan for all split layers of the model.
-        ranks: the number of ranks of all groups together.
-        describe: returns what a plan needs to know about the split layers of the model.
+        ranks: the total number of ranks in all groups.
+        describe: returns what a plan needs to know about the model's split layers.
     """
 
     name: str
@@ -42,7 +42,7 @@ class SplitForward:
     describe: Callable[..., Split]
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Return the layer's output for the rank's examples, or a slice of its channels.
+        """Return the output for the rank's examples, or a slice of the channels for all examples.
 
         Collective over: group, forward and backward.
 
@@ -57,14 +57,13 @@ class SplitForward:
         return self._by_outputs(input) if self.place.axis == "outputs" else self._by_inputs(input)
 
     def __reduce__(self) -> Any:
-        # A copied or saved module keeps its attributes, but uses the `forward` of its class.
+        # A copied or pickled module keeps its attributes, but uses its class's `forward`.
         return getattr, (self.module, "forward")
 
     def watch(self, x: Tensor, output: Tensor) -> tuple[Tensor, Callable[[Hook], object]]:
-        """Return the input of the rank's examples, and a function to register gradient hooks.
+        """Return the rank's examples of the input, and a function that registers gradient hooks.
 
-        Collective over: group, now and in the backward pass, if the layer receives or passes on
-        slices.
+        Collective over: group, if the input is a slice, and in the backward pass if the output is.
         """
 
         def on_gradient(hook: Hook) -> None:
@@ -74,7 +73,7 @@ class SplitForward:
 
     @property
     def channels(self) -> int:
-        """The dimension of the channels in inputs and outputs."""
+        """The channel dimension of inputs and outputs."""
         return -1 if isinstance(self.module, nn.Linear) else 1
 
     def slice_of(self, parameter: Tensor, dim: int) -> Tensor:
@@ -83,7 +82,7 @@ class SplitForward:
         return parameter.narrow(dim, start, stop - start)
 
     def attach(self, site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:
-        """Return the part of a trainer that averages slices of gradients, if any are sent."""
+        """Return the trainer's part that averages slices of gradients, if any are sent."""
         from mpikfac.lab.tensor_parallel.slices import SlicedGradients
 
         in_slices = split_layers.in_slices(site.plan).parameters
@@ -101,7 +100,7 @@ class SplitForward:
         if not self.place.takes:
             x = turn(x, self.group, self.channels, 0)
         bias = module.bias
-        if bias is not None:  # each rank adds a slice, so the slices' gradients form the whole
+        if bias is not None:  # each rank adds a slice, whose gradient is a slice of the whole
             start, stop = span(len(bias), self.group.member, self.group.size)
             bias = F.pad(bias[start:stop], (start, len(bias) - stop))
         sums = self._multiplied(x, self.slice_of(module.weight, 1), bias)
@@ -114,7 +113,7 @@ class SplitForward:
         return output
 
     def _of_examples(self, x: Tensor, in_slices: bool) -> Tensor:
-        """Return the rank's examples with all channels."""
+        """Convert a slice of the channels to the rank's examples with all channels."""
         stage = names.EXCHANGE_SPLIT_STATISTICS
         return self.group.turn(x, 0, self.channels, stage) if in_slices else x
 
@@ -131,6 +130,6 @@ class SplitForward:
 
 
 def split_forward(module: nn.Module) -> SplitForward | None:
-    """Return the forward pass of a split layer; None for other modules."""
+    """Return the forward pass of a split layer, or None for other modules."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, SplitForward) else None

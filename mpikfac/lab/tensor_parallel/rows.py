@@ -1,4 +1,4 @@
-"""Find the layers of a model that can be split, sequences of them, and the sizes of their calls."""
+"""Find a model's layers that can be split, which of them are consecutive, and their call sizes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ POOLS = (
 
 
 def refusal(model: nn.Module, name: str) -> str:
-    """Return why a layer cannot be split; "" if it can."""
+    """Return the reason why a layer cannot be split, or "" if it can."""
     module = dict(model.named_modules()).get(name)
     if module is None:
-        return "no module of the model has this name"
+        return "the model has no module with this name"
     if type(module) not in CAN_SPLIT:
         kinds = ", ".join(kind.__name__ for kind in CAN_SPLIT)
         return f"{type(module).__name__} cannot be split; only {kinds} can"
@@ -52,10 +52,10 @@ def refusal(model: nn.Module, name: str) -> str:
 
 
 def layers_before(model: nn.Module) -> dict[str, str]:
-    """Return, for each layer, the previous layer in a `Sequential`, if slices can be passed on.
+    """Return, for each layer, the preceding layer in a `Sequential` that can pass slices to it.
 
-    Only modules that act on each channel separately are in between. A layer in the result has a
-    single caller, so its outputs reach only the next module.
+    All modules between the two act on each channel separately. The preceding layer is called only
+    by the `Sequential`, so its outputs reach only the next module.
     """
     before: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -67,7 +67,7 @@ def layers_before(model: nn.Module) -> dict[str, str]:
 
 
 def _pairs(children: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield neighbouring layers, with only modules that act on each channel in between."""
+    """Yield pairs of layers between which all modules act on each channel separately."""
     before: tuple[str, nn.Module] | None = None
     flat = False
     for name, module in children:
@@ -97,12 +97,12 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def layer_calls(model: nn.Module, *inputs: Any) -> list[LayerCall]:
-    """Return the calls of all layers that can be split, in forward order.
+    """Return the calls of all layers that can be split, in the order of the forward pass.
 
-    The forward pass runs without values, on a copy of the model on torch's meta device.
+    The forward pass runs on a copy of the model on torch's meta device, without values.
 
     Args:
-        inputs: the arguments of the model for a rank's batch; only their shapes matter.
+        inputs: the model's arguments for a rank's batch; only their shapes matter.
     """
     shapes = copy.deepcopy(model).to("meta")
     before, seen = layers_before(model), dict[str, LayerCall]()
@@ -123,7 +123,7 @@ def _note(
     inputs: tuple[Tensor, ...],
     output: Tensor,
 ) -> None:
-    """Add a call to the earlier calls of the layer."""
+    """Add a call to the layer's earlier calls."""
     x, older = inputs[0], seen.get(name)
     seen[name] = LayerCall(
         name,

@@ -1,4 +1,4 @@
-"""Gradients of split layers, of which each rank of a group computes a slice."""
+"""Average the gradients of split layers, of which each rank of a group computes a slice."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mpikfac.plan import names, split_layers
 
 @dataclass(frozen=True)
 class Cut:
-    """A slice of the gradient of a split layer, in both arenas.
+    """A slice of a split layer's gradient, in both arenas.
 
     Attributes:
-        member: the member of a group that computes the slice.
+        member: the group member that computes the slice.
         packed: the slice in the arena of slices.
         whole: the slice in the arena of gradients.
     """
@@ -29,7 +29,7 @@ class Cut:
 
 
 class SlicedSender(Sender):
-    """Average gradients; for split layers, only slices are sent."""
+    """Average gradients, sending only slices for split layers."""
 
     def __init__(self, sender: Sender, site: Site, model: nn.Module, slots: Iterable[Slot]) -> None:
         super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)
@@ -38,7 +38,7 @@ class SlicedSender(Sender):
         self._cuts = list(self._cuts_of(model, slots))
 
     def add_up(self, turn: int | None = None) -> None:
-        """Average the arena over ranks, and write the slices of all ranks to the arena.
+        """Average the arena over ranks, and write all members' averaged slices to it.
 
         Collective over: world.
         """
@@ -71,7 +71,7 @@ class SlicedSender(Sender):
 
 
 class SlicedGradients(Part):
-    """Send the gradients of split layers in slices, of which each rank of a group computes one."""
+    """Send the gradients of split layers as slices, one computed by each rank of a group."""
 
     def __init__(self, site: Site, gradients: Gradients, model: nn.Module) -> None:
         super().__init__(site)

@@ -16,18 +16,18 @@ from mpikfac.trace import Trace
 
 
 class Block(Protocol):
-    """A block of gradients: a covered layer, or an uncovered parameter."""
+    """A block of gradients: a covered layer or an uncovered parameter."""
 
     name: str
     parameters: Any
 
 
 class SplitLayers:
-    """Store the split layers of a model.
+    """The split layers of a model.
 
     Attributes:
-        tp_plan: the layers, and the channels that are divided.
-        places: the forms of inputs and outputs, by the name of the split layer.
+        tp_plan: the split layers, and which of their channels are split.
+        places: for each split layer, by name, whether its inputs and outputs are slices.
         trace: the seconds and bytes of exchanged activations.
     """
 
@@ -59,15 +59,15 @@ def split_layers(
 ) -> SplitLayers:
     """Split layers over groups of ranks, before creating a trainer of the model.
 
-    A rank computes a split layer for all examples of its group, with a slice of the channels. Other
-    modules see the rank's examples with all channels. If two split layers follow each other in a
-    `Sequential`, with only modules that act on each channel separately in between, slices are
-    passed on.
+    A rank computes a slice of a split layer's channels for all examples of its group. Other modules
+    receive the rank's examples with all channels. If two split layers follow each other in a
+    `Sequential`, and all modules between them act on each channel separately, the first passes its
+    slices on to the second.
 
     Collective over: comm.
 
     Args:
-        trace: times the exchanges; pass the same trace to the trainer to collect all times in it.
+        trace: times the exchanges; pass the same trace to the trainer to collect all times in one.
 
     Raises:
         ValueError: a layer cannot be split; raised before any communication.
@@ -83,7 +83,7 @@ def check_layers(model: nn.Module, tp_plan: TensorParallelPlan) -> None:
     """Check that all layers of the plan can be split.
 
     Raises:
-        ValueError: a layer cannot be split, or the model has a trainer, is compiled, or already has
+        ValueError: a layer cannot be split, or the model is compiled or already has a trainer or
             split layers.
     """
     if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
@@ -114,7 +114,7 @@ def check_layers(model: nn.Module, tp_plan: TensorParallelPlan) -> None:
 
 
 def _places(model: nn.Module, tp_plan: TensorParallelPlan) -> dict[str, Place]:
-    """Return the role of each split layer: of two consecutive ones, the first passes slices on."""
+    """Return the place of each split layer; the first of two consecutive ones passes slices on."""
     before, axes = layers_before(model), tp_plan.layers
     takes = {name: before.get(name) for name in axes if before.get(name) in axes}
     gives = set(takes.values())
@@ -125,7 +125,7 @@ def _places(model: nn.Module, tp_plan: TensorParallelPlan) -> dict[str, Place]:
 
 
 def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
-    """Return what a plan needs to know about the split layers of a model.
+    """Return what a plan needs to know about a model's split layers.
 
     Args:
         blocks: the blocks of the model's gradients.
@@ -156,6 +156,6 @@ def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
 
 
 def _cuts(module: Any, axis: Channels | None) -> list[tuple[Tensor, int]]:
-    """Return the weight and bias, and the dimension that is split; a bias is split by outputs."""
+    """Return the weight and bias, each with its split dimension; biases are split by outputs."""
     dim = 0 if axis is None else CHANNELS.index(axis)
     return [(p, d) for p, d in ((module.weight, dim), (module.bias, 0)) if p is not None]

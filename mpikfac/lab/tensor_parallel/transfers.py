@@ -1,8 +1,8 @@
-"""Exchanges of activations as functions that autograd differentiates.
+"""Exchange activations with functions that autograd can differentiate.
 
-An exchange is a linear function of the tensors of all ranks of a group, and the backward pass is
-the transposed function. A gather and a reduce-scatter are the transposes of each other; a change of
-the split dimension and an exchange of rows are transposed by the reverse exchange.
+An exchange is a linear function of the tensors of all ranks in a group, and its backward pass is
+the transposed function. The transpose of a gather is a reduce-scatter, and vice versa; the
+transpose of a change of the split dimension, or of an exchange of rows, is the reverse exchange.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Stages = tuple[str, str]
 
 
 class _Linear(torch.autograd.Function):
-    """Call an exchange forward, and the transposed exchange backward."""
+    """Run an exchange in the forward pass, and the transposed one in the backward pass."""
 
     @staticmethod
     def forward(
@@ -34,7 +34,7 @@ class _Linear(torch.autograd.Function):
         return exchange(x, stage=stages[0])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # itself an exchange, for derivatives of gradients
+    def backward(ctx: Any, g: Tensor) -> Any:  # differentiable, for derivatives of gradients
         return _linear(g, ctx.transposed, ctx.exchange, ctx.stages[::-1]), None, None, None
 
 
@@ -57,7 +57,7 @@ def gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def sum_parts(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return the rank's part along `dim` of the sum over the group.
+    """Return the rank's part, along `dim`, of the sum over the group.
 
     Collective over: group, forward and backward.
     """
@@ -65,7 +65,7 @@ def sum_parts(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def turn(x: Tensor, group: Group, cut: int, join: int) -> Tensor:
-    """Return a slice along `cut`, complete along `join`, of a tensor that is sliced along `join`.
+    """Convert slices along `join` of a distributed tensor to slices along `cut`.
 
     Collective over: group, forward and backward.
     """
@@ -81,29 +81,30 @@ def exchange_rows(
     counts_in: Sequence[int],
     stages: Stages = (names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIENTS),
 ) -> Tensor:
-    """Send consecutive rows to each member of the group; return the received rows by member.
+    """Send consecutive rows to each group member; return the received rows, in member order.
 
-    The backward pass returns the gradients of the received rows. Rows must require gradients on all
-    members or on none, even if there are 0 rows.
+    The backward pass sends the gradients of the received rows back. Rows must require gradients on
+    all members or on none, even if there are 0 rows.
 
     Collective over: group, forward and backward.
 
     Args:
         rows: `[sum(counts_out), ...]`, of any dtype.
         counts_out: the number of rows for each member.
-        counts_in: the number of rows from each member, equal to the entry for this rank in that
-            member's `counts_out`.
-        stages: the stages of the forward and of the backward pass, for the trace of the group.
+        counts_in: the number of rows from each member, which must equal the entry for this rank in
+            that member's `counts_out`.
+        stages: the stages of the forward and the backward pass in the group's trace.
 
     Raises:
         ValueError: counts do not match the group or the rows.
-        TypeError: a count is not a whole number.
-        UserError: rows require gradients only on some members; checked in the first exchanges.
+        TypeError: a count is not an integer.
+        UserError: only some members' rows require gradients; this is checked in the first
+            exchanges.
     """
     counts_out, counts_in = ([*map(index, counts)] for counts in (counts_out, counts_in))
     for name, counts in (("counts_out", counts_out), ("counts_in", counts_in)):
         if len(counts) != group.size or min(counts) < 0:
-            raise ValueError(f"{name}={counts} must contain {group.size} counts of at least 0")
+            raise ValueError(f"{name}={counts} must contain {group.size} counts >= 0")
     if sum(counts_out) != len(rows) or counts_out[group.member] != counts_in[group.member]:
         raise ValueError(
             f"counts_out={counts_out} must add up to {len(rows)} rows, and must equal "

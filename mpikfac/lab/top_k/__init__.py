@@ -1,1 +1,1 @@
-"""Reductions of the largest gradients [DGC, Lin et al. 2018]."""
+"""Reduce only the largest gradient elements [DGC, Lin et al. 2018]."""

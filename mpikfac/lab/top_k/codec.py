@@ -19,10 +19,10 @@ class TopKCodec(Codec):
     """Send the largest values, followed by their indices; NaN counts as the largest value.
 
     Attributes:
-        ratio: the fraction of the values that are sent.
-        momentum: the momentum of the values that wait to be sent.
-        padding: the padding of an arena, as first and last (exclusive) elements, which does not
-            count towards `ratio`.
+        ratio: the fraction of values that are sent.
+        momentum: the momentum with which unsent values accumulate.
+        padding: the padding of an arena, as pairs of first and last (exclusive) elements; it does
+            not count towards `ratio`.
     """
 
     name: ClassVar[str] = "top-k"
@@ -33,21 +33,21 @@ class TopKCodec(Codec):
 
     @property
     def delays(self) -> bool:
-        """Whether momentum is applied to values that wait."""
+        """Whether unsent values accumulate with momentum."""
         return self.momentum > 0
 
     def within(self, start: int, stop: int) -> TopKCodec:
-        """Return the codec for a span and the padding in it."""
+        """Return the codec for a span, with only the padding in it."""
         return replace(self, padding=tuple(gap for gap in self.padding if start <= gap[0] < stop))
 
     def count(self, elements: int) -> int:
-        """Return the number of values sent for `elements` elements of a span."""
+        """Return the number of values that are sent for a span of `elements` elements."""
         return math.ceil(
             self.ratio * (elements - sum(stop - start for start, stop in self.padding))
         )
 
     def size(self, elements: int, itemsize: int) -> int:
-        """Return the size in bytes of `elements` encoded values."""
+        """Return the encoded size, in bytes, of `elements` values."""
         return self.count(elements) * (itemsize + INDEX)
 
     def encode(self, values: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class TopKCodec(Codec):
         total[places] += weight * values
 
     def accumulate(self, velocity: Tensor, values: Tensor) -> Tensor:
-        """Return `momentum * velocity + values`, which becomes the velocity [DGC]."""
+        """Update the velocity to `momentum * velocity + values`, and return it [DGC]."""
         return velocity.mul_(self.momentum).add_(values)
 
     def clear_sent(self, velocity: Tensor, encoded: Tensor) -> None:

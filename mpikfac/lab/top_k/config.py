@@ -1,4 +1,4 @@
-"""Reductions of the largest gradients [DGC, Lin et al. 2018]."""
+"""The configuration of reductions of the largest gradient elements [DGC, Lin et al. 2018]."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _OF_GRADIENTS = {"sync.local_steps": False, "sync.waits_for_all": True}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TopK(Compressor):
-    """Send only each rank's largest values; the others wait and are added to later ones.
+    """Send only each rank's largest values; the others accumulate until they are sent.
 
     Attributes:
-        ratio: the fraction of the values that are sent.
-        momentum: the momentum of gradients that wait to be sent, which replaces the optimizer's.
-        warmup_steps: the length of a warm-up of four stages, in which reductions of gradients send
-            more values: `ratio` to the power of 1/5, 2/5, 3/5 and 4/5.
-        clip_norm: the bound on the gradient's norm. With N ranks, each rank bounds its part of the
-            mean by `clip_norm / sqrt(N)`. None for no bound.
+        ratio: the fraction of values that are sent.
+        momentum: the momentum with which unsent gradients accumulate; it replaces the optimizer's.
+        warmup_steps: the number of steps of a four-stage warm-up, in which more gradients are sent:
+            the fractions are `ratio` to the power of 1/5, 2/5, 3/5 and 4/5.
+        clip_norm: the bound on the gradient's norm; None for no bound. With N ranks, each rank
+            bounds its contribution to the mean by `clip_norm / sqrt(N)`.
     """
 
     name: ClassVar[str] = "top-k"
@@ -68,14 +68,14 @@ class TopK(Compressor):
         make_plain(self)
         check_positive("ratio", self.ratio)
         if self.ratio > 1:
-            raise ValueError(f"ratio={self.ratio} must be above 0 and at most 1")
+            raise ValueError(f"ratio={self.ratio} must be in (0, 1]")
         check_fraction("momentum", self.momentum)
         check_count("warmup_steps", self.warmup_steps, 0)
         if self.clip_norm is not None:
             check_positive("clip_norm", self.clip_norm)
 
     def codec(self, layout: Layout, feedback: bool) -> TopKCodec:
-        """Return the encoding of an arena."""
+        """Return the encoding for an arena."""
         return TopKCodec(feedback=feedback, ratio=self.ratio, padding=layout.padding())
 
     def codec_of_gradients(self, rank: RankPlan, layout: Layout) -> TopKCodec:
@@ -83,7 +83,7 @@ class TopK(Compressor):
         return replace(self.codec(layout, True), momentum=self.momentum)
 
     def attach(self, site: Any, gradients: Any) -> Any:
-        """Return the part that sends more values in the first steps, and bounds gradients."""
+        """Return the trainer's part that handles the warm-up and bounds gradients, if needed."""
         from mpikfac.lab.top_k.warmup import GentleStart
 
         gentle = self.warmup_steps > 0 or self.clip_norm is not None

@@ -1,11 +1,11 @@
 """DGC's warm-up and clipping, in addition to sending the largest values [Lin et al. 2018].
 
-Warm-up: the fraction of values that are sent decreases to `ratio` in stages of equal length, by
-the same factor each time; with `ratio` 0.001, it is 25 %, 6.3 %, 1.6 % and 0.4 %.
+Warm-up: the fraction of values that are sent decreases to `ratio` in stages of equal length, each
+time by the same factor. For `ratio=0.001`, the fractions are 25 %, 6.3 %, 1.6 % and 0.4 %.
 
-Local clipping: a rank bounds the norm of its contribution to the reduction, before it adds the
-values kept from earlier steps. With N ranks, each has the bound `clip_norm / sqrt(N)`, so that the
-sum has the bound `clip_norm` if the ranks' noise is independent.
+Local clipping: each rank bounds the norm of its contribution to the reduction before it adds the
+unsent values from earlier steps. With N ranks, the bound per rank is `clip_norm / sqrt(N)`, which
+bounds the sum by about `clip_norm` if the ranks' noise is independent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpikfac.engine import Gradients, OneModel, Site
 from mpikfac.lab.top_k.config import TopK
 from mpikfac.plan import Message, RankPlan, stages
 
-STAGES = 4  # of the warm-up; in the paper, one epoch each
+STAGES = 4  # stages of the warm-up; in the paper, each takes one epoch
 
 
 class GentleStart(OneModel):
@@ -43,7 +43,7 @@ class GentleStart(OneModel):
 
 
 class Clipped(Sender):
-    """Average gradients, with a bound on the norm of each rank's contribution."""
+    """Average gradients after bounding the norm of each rank's contribution."""
 
     def __init__(self, gradients: Gradients, bound: float) -> None:
         sender = gradients.sender
@@ -54,7 +54,7 @@ class Clipped(Sender):
     def add_up(self, turn: int | None = None) -> None:
         """Clip the rank's gradient, and average the arena over ranks.
 
-        A gradient that is not finite stays unchanged.
+        A gradient with NaN or infinity is left unchanged.
 
         Collective over: world.
         """
@@ -64,12 +64,12 @@ class Clipped(Sender):
 
 
 def _norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all elements together, `[]`."""
+    """Return the norm `[]` of all tensors together."""
     return torch.stack([tensor.norm() for tensor in tensors]).norm()
 
 
 def _sums_of_stages(plan: RankPlan) -> Iterator[list[Message]]:
-    """Yield the messages that contain gradients in each stage of the warm-up, and after it."""
+    """Yield the messages that reduce gradients, for each stage of the warm-up and after it."""
     strategy, compression = plan.strategy, plan.strategy.compression
     top = cast(TopK, compression.gradients)
     for stage in range(1, STAGES + 2):

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from mpikfac import files
 
-TOKENS = 256  # the values of a byte
+TOKENS = 256  # the number of values of a byte
 ENDINGS = (".py", ".txt")
 LEFT_OUT: frozenset[str] = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test")
 )
-LIMIT = 2**28  # bytes of a text, which every rank keeps in memory
+LIMIT = 2**28  # maximum bytes of a text, which every rank keeps in memory
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Corpus:
 
     Attributes:
         tokens: the bytes of all files, one file after the other.
-        about: the origin of the text, the length and a checksum, for people who compare runs.
+        about: a line with the text's origin, length and checksum, for comparing runs.
     """
 
     tokens: Tensor
@@ -39,10 +39,10 @@ class Corpus:
 
 
 def read(path: str | None = None) -> Corpus:
-    """Return the text of a file, of a folder, or of the standard library if the path is None.
+    """Return the text of a file, of a folder, or, if the path is None, of the standard library.
 
     Raises:
-        ValueError: the path does not exist, contains no text, or more than `LIMIT` bytes.
+        ValueError: the path does not exist, contains no text, or contains more than `LIMIT` bytes.
         OSError: a file cannot be read.
     """
     root = Path(sysconfig.get_path("stdlib") if path is None else path)
@@ -51,28 +51,30 @@ def read(path: str | None = None) -> Corpus:
     )
     if (total := sum(file.stat().st_size for file in chosen)) > LIMIT:
         raise ValueError(
-            f"data.path={root} has {total:,} bytes of text; at most {LIMIT:,} are read"
+            f"data.path={root} has {total:,} bytes of text; at most {LIMIT:,} are supported"
         )
     text = bytearray().join(files.read_bytes(file, LIMIT, links=True) for file in chosen)
     if not text:
         kinds = " or ".join(f"*{ending}" for ending in ENDINGS)
         raise ValueError(f"data.path={root} has no text; pass a file, or a folder of {kinds}")
-    origin = f"the library of Python {platform.python_version()}" if path is None else str(root)
+    origin = (
+        f"the standard library of Python {platform.python_version()}" if path is None else str(root)
+    )
     size = f"{len(chosen)} files, {len(text):,} bytes, CRC-32 {zlib.crc32(text):08x}"
     return Corpus(torch.frombuffer(text, dtype=torch.uint8), f"text of {origin}: {size}")
 
 
 def files_below(folder: Path, left_out: frozenset[str]) -> list[Path]:
-    """Return the text files below a folder in sorted order, without folders `left_out`."""
+    """Return the text files below a folder, sorted, except those in folders named in `left_out`."""
     paths: list[Path] = []
     for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in left_out]  # not entered
+        folders[:] = [name for name in folders if name not in left_out]  # os.walk skips the rest
         paths += [path for name in names if (path := Path(place, name)).suffix in ENDINGS]
     return sorted(path for path in paths if path.is_file())
 
 
 def windows(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return windows `[n, size]` that do not overlap, and the next token of every token.
+    """Return disjoint windows `[n, size]`, and the token that follows each of their tokens.
 
     Both tensors are views of the text. Tokens that do not fill a window are left out.
 

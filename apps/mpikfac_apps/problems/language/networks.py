@@ -1,7 +1,7 @@
-"""Small language models: a transformer and an LSTM, from tokens to scores of the next token.
+"""Small language models, a transformer and an LSTM, that score the next token.
 
-Both networks take windows of tokens `[n, positions]` and return scores `[n, tokens, positions]`, as
-the cross entropy expects them. The scores at a position do not depend on later tokens.
+Both networks take windows of tokens `[n, positions]` and return scores `[n, tokens, positions]`,
+the shape that cross entropy expects. The scores at a position do not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ SCALE = 0.02  # standard deviation of the initial weights [Radford et al. 2019]
 
 
 class GPT(nn.Module):
-    """A transformer with normalisations before layers, and learned positions [Radford et al. 2019].
+    """A pre-norm transformer with learned positional embeddings [Radford et al. 2019].
 
-    The weights of the embedding and of the last layer are separate.
+    The embedding and the last layer do not share weights.
 
     Args:
         tokens: the number of different tokens.
-        positions: the tokens of the longest window.
+        positions: the maximum number of tokens in a window.
     """
 
     def __init__(self, tokens: int, positions: int, width: int, depth: int, heads: int) -> None:
@@ -34,7 +34,7 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens)
         self.apply(draw)
-        for block in blocks:  # so that the sum of all shortcuts does not grow with depth
+        for block in blocks:  # keeps the sum over all shortcuts from growing with depth
             for last in (block.attention.out, block.mlp2):
                 nn.init.normal_(last.weight, std=SCALE / math.sqrt(2 * depth))
 
@@ -52,9 +52,9 @@ def draw(module: nn.Module) -> None:
 
 
 class LSTM(nn.Module):
-    """A single LSTM layer [Hochreiter & Schmidhuber 1997], whose state starts at 0.
+    """A single LSTM layer [Hochreiter & Schmidhuber 1997], whose initial state is 0.
 
-    The layer is a cell that is called at every position, because K-FAC covers cells.
+    The layer is an `nn.LSTMCell` called at every position, because K-FAC covers cells.
 
     Args:
         tokens: the number of different tokens.
@@ -74,10 +74,10 @@ class LSTM(nn.Module):
 
 
 def gpt_small(classes: int, channels: int) -> nn.Module:
-    """Return a GPT of 0.5 million weights, for `classes` tokens and windows of `channels`."""
+    """Return a GPT with 0.5 million weights, for `classes` tokens and windows of `channels`."""
     return GPT(classes, channels, width=96, depth=4, heads=4)
 
 
 def lstm_small(classes: int, channels: int) -> nn.Module:  # noqa: ARG001 (as all networks)
-    """Return an LSTM of 0.2 million weights, for `classes` tokens."""
+    """Return an LSTM with 0.2 million weights, for `classes` tokens."""
     return LSTM(classes, width=128)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from mpikfac_apps.problems import own
 
-LIMIT = 2**27  # voxels of a file, which every rank keeps in memory
+LIMIT = 2**27  # maximum voxels of a file, which every rank keeps in memory
 TEMPLATE = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
-BRIGHT = 99.9  # the percentile of voxels that is mapped to 255; brighter ones are clipped
-ACROSS = 1  # the axis that the halves divide; in MNI152, from back to front
+BRIGHT = 99.9  # the percentile of brightness that is mapped to 255; brighter voxels are clipped
+ACROSS = 1  # the axis along which a volume is halved; in MNI152, from back to front
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Volume:
 
     Attributes:
         voxels: bytes `[depth, height, width]`.
-        classes: the class of each voxel, of the same shape; 0 for everything unnamed.
-        about: the origin, the size and a checksum, for people who compare runs.
+        classes: the class of each voxel, in the same shape; 0 for voxels without a label.
+        about: a line with the volume's origin, size and checksum, for comparing runs.
     """
 
     voxels: np.ndarray
@@ -40,26 +40,26 @@ class Volume:
     about: str
 
     def halves(self) -> tuple[Volume, Volume]:
-        """Return the halves of the volume, which have no voxel in common."""
+        """Return the halves of the volume, which do not overlap."""
         parts = (np.array_split(part, 2, ACROSS) for part in (self.voxels, self.classes))
         (first, second), classes = parts
         return Volume(first, classes[0], self.about), Volume(second, classes[1], self.about)
 
     def crops(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return the disjoint crops with a side of `size` voxels that contain a named voxel.
+        """Return the disjoint crops with sides of `size` voxels that contain a labelled voxel.
 
         Returns:
             Bytes `[crops, 1, size, size, size]`, and classes `[crops, size, size, size]`.
 
         Raises:
-            ValueError: no crop has a named voxel.
+            ValueError: no crop contains a labelled voxel.
         """
         voxels, classes = (torch.from_numpy(cut(v, size)) for v in (self.voxels, self.classes))
         named = (classes > 0).flatten(1).any(1)
         if not named.any():
             raise ValueError(
-                f"data.size={size}: a half of {'x'.join(map(str, self.voxels.shape))} voxels has "
-                f"no crop with a class above 0; use a smaller size"
+                f"data.size={size}: a half of {'x'.join(map(str, self.voxels.shape))} voxels "
+                f"contains no crop with a class above 0; use a smaller size"
             )
         return voxels[named, None], classes[named]
 
@@ -76,7 +76,7 @@ def read(path: str | None = None) -> Volume:
     """Return the volume of a folder with image.nii.gz and labels.nii.gz, or of MNI152.
 
     Raises:
-        ValueError: a package is missing, or a file is not a volume; the message states the remedy.
+        ValueError: a package is missing, or a file is not a volume; the message states a remedy.
     """
     if path is None:
         image, classes = template()
@@ -85,8 +85,8 @@ def read(path: str | None = None) -> Volume:
         classes = labels.astype(np.uint8)
         if image.shape != labels.shape or not (classes == labels).all():
             raise ValueError(
-                f"data.path={path}: labels.nii.gz needs whole numbers from 0 to 255, and as many "
-                f"voxels as image.nii.gz: {list(image.shape)}, not {list(labels.shape)}"
+                f"data.path={path}: labels.nii.gz must contain whole numbers from 0 to 255 in the "
+                f"shape of image.nii.gz, {list(image.shape)}, not {list(labels.shape)}"
             )
     brightest = max(float(np.percentile(image, BRIGHT)), 1e-12)
     voxels = np.rint(255 * np.clip(image / brightest, 0, 1)).astype(np.uint8)
@@ -97,7 +97,7 @@ def read(path: str | None = None) -> Volume:
 def template() -> tuple[np.ndarray, np.ndarray]:
     """Return the T1 image of MNI152 and the classes: 1 for grey matter, 2 for white matter.
 
-    A voxel gets the class whose fraction is above one half, or 0 if there is none.
+    Each voxel has the class whose fraction in it exceeds one half, or 0 if there is none.
 
     Raises:
         ValueError: nilearn is not installed.
@@ -123,11 +123,11 @@ def array(file: Path) -> np.ndarray:
     with own.one_line_errors(f"reading {file}"):
         image: Any = nibabel.load(file)
         if len(image.shape) != 3 or math.prod(image.shape) > LIMIT:
-            raise ValueError(f"{list(image.shape)} must be three sides with <= {LIMIT:,} voxels")
+            raise ValueError(f"{list(image.shape)} must have three sides and <= {LIMIT:,} voxels")
         return np.asarray(image.dataobj)
 
 
 def missing(package: str, what: str, how: str = "") -> str:
-    """Return the line about a package that is not installed."""
+    """Return the error message about a package that is not installed."""
     remedy = f"run pip install {how}{package}"
     return f"{what} needs the package {package}, which is not installed; {remedy}"

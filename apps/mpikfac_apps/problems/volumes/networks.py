@@ -1,4 +1,4 @@
-"""A residual network for volumes, in the form of flood-filling networks [Januszewski et al. 2018].
+"""A residual network for volumes, in the style of flood-filling networks [Januszewski et al. 2018].
 
 The network keeps the size of a volume, and returns a score for each class and voxel.
 """
@@ -26,10 +26,10 @@ class ResidualBlock3d(nn.Module):
 
 
 class Segmenter3d(nn.Sequential):
-    """A network from volumes `[n, channels, d, h, w]` to scores `[n, classes, d, h, w]`.
+    """A network that maps volumes `[n, channels, d, h, w]` to scores `[n, classes, d, h, w]`.
 
     Args:
-        width: the channels of the residual blocks.
+        width: the number of channels of the residual blocks.
         depth: the number of residual blocks.
     """
 

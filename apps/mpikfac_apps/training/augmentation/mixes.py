@@ -31,8 +31,8 @@ class Mixes:
     mixed batches are the same for every number of ranks.
 
     Args:
-        mixup: alpha of the distribution Beta(alpha, alpha) of weights; None for no mixup.
-        cutmix: alpha for cutmix; None for no cutmix. With both, each step uses one at random.
+        mixup: alpha, if weights are drawn from Beta(alpha, alpha); None for no mixup.
+        cutmix: alpha for cutmix; None for no cutmix. With both, each step picks one at random.
         classes: the number of classes.
     """
 
@@ -43,7 +43,7 @@ class Mixes:
 
     @classmethod
     def of(cls, data: DataOptions, classes: int, seed: int) -> Mixes | None:
-        """Return the mixes that the options select; None for none."""
+        """Return the mixes that the options select, or None if they select none."""
         if data.mixup is None and data.cutmix is None:
             return None
         return cls(data.mixup, data.cutmix, classes, seed)
@@ -70,12 +70,12 @@ class Mixes:
 
 
 def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tensor, float]:
-    """Return the weighted mean of each pair's images in float32, and the weight of an image.
+    """Return the weighted mean of each image and its partner in float32, and the image's weight.
 
-    Products of bytes and weights, and sums of two such products, have at most 24 bits.
+    The means are exact, because the weighted sum of two bytes has at most 24 bits.
 
     Args:
-        share: the weight of an image; its partner gets the rest.
+        share: the weight of an image before rounding; its partner has weight `1 - share`.
     """
     weight = round(share * UNIT)
     means = weight * images.int() + (UNIT - weight) * partners(images).int()
@@ -85,10 +85,10 @@ def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tens
 def cut_and_mixed(
     images: Tensor, share: float, generator: np.random.Generator
 ) -> tuple[Tensor, float]:
-    """Return the images, each with a box of its partner, and the fraction of pixels kept.
+    """Return the images, each with a box copied from its partner, and the fraction of pixels kept.
 
     Args:
-        share: the fraction of pixels kept if the whole box is inside the image.
+        share: the fraction of pixels kept if the box lies entirely within the image.
     """
     height, width = images.shape[-2:]
     left, top, right, bottom = drawn_box(width, height, share, generator)
@@ -98,9 +98,9 @@ def cut_and_mixed(
 
 
 def drawn_box(width: int, height: int, share: float, generator: np.random.Generator) -> Box:
-    """Return the left, top, right and bottom of a box with `1 - share` of the area.
+    """Return the left, top, right and bottom of a box with a fraction `1 - share` of the area.
 
-    The centre of the box is any pixel; parts outside of the image are cut off.
+    The centre of the box is a random pixel; parts outside the image are cut off.
     """
     side = math.sqrt(1 - share)
     middle = int(generator.integers(width)), int(generator.integers(height))
@@ -113,15 +113,15 @@ def drawn_box(width: int, height: int, share: float, generator: np.random.Genera
 def shares(labels: Tensor, classes: int, share: float) -> Tensor:
     """Return the weights of all classes in each mixed image, `[n, classes]`; rows sum to 1.
 
-    The cross entropy of such a row is the weighted mean of the losses of both labels.
+    The cross entropy with such a row is the weighted mean of the losses for both labels.
 
     Args:
-        share: the weight of an image itself; its partner gets the rest.
+        share: the weight of an image; its partner has weight `1 - share`.
     """
     one_hot = F.one_hot(labels, classes).float()
     return share * one_hot + (1 - share) * partners(one_hot)
 
 
 def partners(values: Tensor) -> Tensor:
-    """Return the values of an even number of images, swapped between partners."""
+    """Return the values of an even number of images, with those of partners swapped."""
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)

@@ -17,7 +17,7 @@ class Augmentation:
 
     Attributes:
         shift: the maximum number of pixels by which an image is shifted in each direction.
-        alternating: each image is mirrored in every second epoch, instead of at random.
+        alternating: whether each image is mirrored in every second epoch, instead of at random.
     """
 
     shift: int = 4
@@ -25,7 +25,7 @@ class Augmentation:
 
     @classmethod
     def of(cls, options: DataOptions) -> Augmentation | None:
-        """Return the augmentation that the options select; None for none."""
+        """Return the augmentation that the options select, or None if they select none."""
         if not options.augment:
             return None
         shift = cls.shift if options.shift is None else options.shift

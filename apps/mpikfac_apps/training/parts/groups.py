@@ -1,4 +1,4 @@
-"""Divide the ranks of a run into groups, each of which trains a model in its own directory."""
+"""Divide the ranks of a run into groups, each of which trains a model in a separate directory."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def joined(comm: mpikfac.comm.Comm, options: Options) -> tuple[mpikfac.comm.Comm
 def open_checkpoint(
     world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Options
 ) -> mpikfac.checkpoint.Checkpoint | None:
-    """Return the checkpoint to resume from, at the same step in all groups; None to start at 0.
+    """Return the checkpoint to resume from, of the same step in all groups; None to start at 0.
 
-    A job can die after one group has written a checkpoint and before another one has.
+    The newest steps can differ, because a job may end before all groups have written a checkpoint.
 
     Collective over: world.
 
@@ -46,7 +46,8 @@ def open_checkpoint(
         comm: the ranks of this rank's group.
 
     Raises:
-        UserError: see `checkpoints.open_checkpoint`; or groups have no step in common.
+        UserError: see `checkpoints.open_checkpoint`; or the groups have no checkpoints of the same
+            step.
     """
     checkpoint = checkpoints.open_checkpoint(comm, options)
     if options.codistillation.groups == 1:
@@ -61,11 +62,11 @@ def open_checkpoint(
     if len(steps) > 1:
         words = " and ".join(f"step {step}" if step >= 0 else "none" for step in sorted(steps))
         raise mpikfac.UserError(
-            f"the groups have no checkpoint of the same step ({words}); use a different run_dir"
+            f"the groups have no checkpoints of the same step ({words}); use a different run_dir"
         )
     return checkpoint
 
 
 def writer(options: Options) -> str:
-    """Return a prefix for log lines on the screen if several groups write there, otherwise ""."""
+    """Return the prefix of log lines on the screen: the group if there are several, or ""."""
     return f"{Path(options.run_dir).name}: " if options.codistillation.groups > 1 else ""

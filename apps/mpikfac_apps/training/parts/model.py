@@ -13,17 +13,17 @@ class PreparedModel:
 
     Attributes:
         model: the network.
-        optimizer: steps the network.
+        optimizer: updates the network's weights.
         trace: times the stages of a step, including those of split layers.
     """
 
     def __init__(self, problem: Problem, starts: bool, epoch: int) -> None:
-        """Create the network in its state at the beginning of an epoch.
+        """Create the network, and freeze the layers that are frozen in the given epoch.
 
         Collective over: problem.comm.
 
         Args:
-            starts: whether the run starts at step 0; otherwise, a checkpoint contains the weights.
+            starts: whether the run starts at step 0; otherwise, weights come from a checkpoint.
         """
         self.trace = mpikfac.Trace()
         self.model, self.optimizer = trainers.make_model(problem, starts)
@@ -32,7 +32,7 @@ class PreparedModel:
         self._split = trainers.split_layers(problem, self.model, self.trace)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Freeze or unfreeze layers for an epoch; the trainer adopts changes at the next step."""
+        """Freeze or unfreeze layers for an epoch; the change takes effect in the next step."""
         if isinstance(self.model, airbench.Airbench):
             self.model.begin_epoch(epoch)
         if self._frozen:

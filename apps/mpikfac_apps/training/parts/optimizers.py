@@ -1,4 +1,4 @@
-"""The optimizer of a training run, the layers to train, and the average of the weights."""
+"""The optimizer of a training run, its frozen layers, and the average of its weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AVERAGED = "run/averaged"  # a checkpoint item: the number of steps in the avera
 
 
 def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that the options select; with K-FAC, SGD follows the directions."""
+    """Return the optimizer that the options select; K-FAC uses SGD to apply its directions."""
     parameters, lr, beta = model.parameters(), options.rate, options.momentum
     decay = options.weight_decay
     match options.optimizer:
@@ -35,7 +35,7 @@ def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _muon(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return Muon for hidden matrices, and AdamW in the same class for all other parameters.
+    """Return an optimizer that applies Muon to hidden matrices and AdamW to other parameters.
 
     `use_adjusted_lr` scales an orthogonal step to the typical size of AdamW's step [Liu et al.
     2025], so a single learning rate suits both.
@@ -63,48 +63,48 @@ def _soap(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _by_layer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return LARS or LAMB, with steps in proportion to the norm of each layer's weights."""
+    """Return LARS or LAMB, which scale each layer's step by the norm of its weights."""
     from pytorch_optimizer import LARS, Lamb
 
     parameters, lr, beta = model.parameters(), options.rate, options.momentum
     decay = options.weight_decay
     if options.optimizer == "lars":
         return LARS(parameters, lr, weight_decay=decay, momentum=beta)
-    # Without adam_debias, the package divides an already corrected step by 1 - beta1^t again.
+    # Without adam_debias, the package applies the bias correction 1 / (1 - beta1^t) twice.
     return Lamb(parameters, lr, (beta, 0.999), weight_decay=decay, adam_debias=True)
 
 
 def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Convert the state's memory layout to that after a restart, so that rounding is equal."""
+    """Give the state the memory layout that it has after a restart, so that rounding is equal."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if torch.is_tensor(value):
                 state[key] = laid_out(value, parameter)
-            elif isinstance(value, list):  # lists of matrices; an empty list means no matrix
+            elif isinstance(value, list):  # matrices; an empty list stands for no matrix
                 state[key] = [m.contiguous() if torch.is_tensor(m) else m for m in value]
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
     """Return the weights of linear layers and convolutions, except for the first and last layer.
 
-    A filter counts as a matrix `[outputs, inputs x height x width]`. The first layer can be an
-    embedding.
+    A convolution's weight counts as a matrix `[outputs, inputs x height x width]`. The first layer
+    can be an embedding.
     """
     kinds = nn.Linear | nn.Embedding | _ConvNd
     layers = [module for module in model.modules() if isinstance(module, kinds)]
-    # a shared weight is a single entry
+    # a shared weight has a single entry
     entries = {layer.weight: isinstance(layer, nn.Embedding) for layer in layers}
     return [weight for weight in list(entries)[1:-1] if not entries[weight]]
 
 
 def decays_and_momenta(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """Return the weight decay and momentum of each parameter group, if it has them."""
+    """Return each parameter group's weight decay and momentum, if it has them."""
     names = "weight_decay", "momentum"
     return [{n: group[n] for n in names if n in group} for group in optimizer.param_groups]
 
 
 def follow_options(optimizer: torch.optim.Optimizer, numbers: Sequence[dict[str, float]]) -> None:
-    """Set the hyperparameters of groups to those of the options, after loading a checkpoint."""
+    """Restore the hyperparameters that the options set, after loading a checkpoint."""
     for group, group_numbers in zip(optimizer.param_groups, numbers):
         group.update(group_numbers)
 
@@ -114,7 +114,7 @@ class Frozen:
 
     Parameters that the network itself freezes stay frozen.
 
-    Collective over: none, as are all methods.
+    Collective over: none; no method is collective.
 
     Attributes:
         last: the name of the last module.
@@ -134,39 +134,39 @@ class Frozen:
 class Average:
     """An exponential average of a model's weights over steps, equal on all ranks.
 
-    At step k of the average, `average <- xi average + (1 - xi) weights` with
-    `xi = min(1 - 1/k, decay)` [Martens & Grosse 2015], so no weight is given to a start value.
+    The k-th update is `average <- xi average + (1 - xi) weights` with `xi = min(1 - 1/k, decay)`
+    [Martens & Grosse 2015], so the initial value has no influence.
 
-    Collective over: none, as are all methods.
+    Collective over: none; no method is collective.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._averaged = AveragedModel(model, multi_avg_fn=_towards(decay))
 
     def add(self, model: nn.Module) -> None:
-        """Add the weights after a step to the average."""
+        """Update the average with the weights after a step."""
         self._averaged.update_parameters(model)
 
     def model(self, inputs: Iterable[Tensor]) -> nn.Module:
-        """Return a model whose weights are the averages.
+        """Return a model with the averaged weights.
 
-        BatchNorm's running statistics are computed from the batches of `inputs`, because statistics
-        belong to the weights with which they were measured.
+        BatchNorm's running statistics are recomputed from the batches of `inputs`, because they
+        depend on the weights.
         """
         update_bn(inputs, self._averaged.module)
         return self._averaged.module
 
     def state(self) -> dict[str, Any]:
-        """Return the items of a checkpoint."""
+        """Return the items to store in a checkpoint."""
         values = self._averaged.module.state_dict()
         weights = {f"average/{name}": value for name, value in values.items()}
         return {**weights, AVERAGED: int(self._averaged.n_averaged)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`.
+        """Load the result of `state`.
 
         Raises:
-            ValueError: the items are not those of a `state`.
+            ValueError: the items are not the result of `state`.
         """
         items = fitting(state, self.state())
         steps = items.pop(AVERAGED)
@@ -178,7 +178,7 @@ class Average:
 
 
 def _towards(decay: float) -> Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | int], None]:
-    """Return the function that moves averages towards weights, given the number of steps so far."""
+    """Return the averaging function for `AveragedModel`; its last argument counts past updates."""
 
     def move(averages: Sequence[Tensor], weights: Sequence[Tensor], steps: Tensor | int) -> None:
         torch._foreach_lerp_(list(averages), list(weights), max(1 / (int(steps) + 1), 1 - decay))

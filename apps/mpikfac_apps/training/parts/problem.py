@@ -26,7 +26,7 @@ from mpikfac_apps.training.parts.optimizers import Average, make_optimizer
 
 # Training images used to compute the statistics of averaged weights: in total, and per pass.
 SAMPLE, PASS = 1024, 128
-FURTHER = {"top5": "top-5", "voxel accuracy": "voxel accuracy"}  # a description, after the measure
+FURTHER = {"top5": "top-5", "voxel accuracy": "voxel accuracy"}  # named in logs after the measure
 
 log = logging.getLogger("mpikfac.train")
 
@@ -55,7 +55,7 @@ def build(
 
 
 def load_data(comm: mpikfac.comm.Comm, options: Options) -> datasets.Dataset | Listing:
-    """Return the data set of the options.
+    """Return the data set that the options select.
 
     Collective over: comm.
 
@@ -80,10 +80,10 @@ class Problem:
     Collective over: comm, as are all methods.
 
     Args:
-        images_before: the checksums of the images in a checkpoint; empty to accept any images.
+        images_before: the image checksums in a checkpoint; empty to accept any images.
 
     Attributes:
-        network: the kind of network.
+        network: the entry of the network.
         task: what the network learns.
         batches: this rank's images.
         checksums: the checksums of all images, by name; see `Dataset.checksums`.
@@ -153,12 +153,12 @@ class Problem:
             log.warning("%s", doubts)
 
     def averaged_model(self, average: Average) -> nn.Module:
-        """Return the model with averaged weights, whose statistics come from a sample of images."""
+        """Return the model with averaged weights; a sample of images determines its statistics."""
         torch.manual_seed(self.options.seed)  # dropout is equal on all ranks
         return average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return loss and measures over all test images, each counted once."""
+        """Return the loss and the measures over all test images, counting each image once."""
         measures = self.task.tests(self.classes)
         numbers = self.task.numbers(self.classes)  # the number of values of the first measure
         meter = Meter(self.comm, self.device, measures=numbers + len(measures) - 1)

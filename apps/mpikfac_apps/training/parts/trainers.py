@@ -43,8 +43,8 @@ def make_model(problem: Problem, starts: bool) -> tuple[nn.Module, torch.optim.O
     Collective over: problem.comm.
 
     Args:
-        starts: whether the run starts at step 0, with the weights of the option `weights`;
-            otherwise, a checkpoint contains the weights.
+        starts: whether the run starts at step 0, from the option `weights` if it is set; otherwise,
+            weights come from a checkpoint.
     """
     comm, options = problem.comm, problem.options
     with mpikfac.comm.together(comm, "building the network"):
@@ -67,22 +67,24 @@ def load_weights(comm: mpikfac.comm.Comm, model: nn.Module, file: Path) -> None:
     with mpikfac.comm.together(comm, f"weights={file}"):
         if comm.rank == 0:
             left = ", ".join(weights.load(model, weights.read(file, model))) or "none"
-            log.info("loaded weights from %s; tensors with their initial values: %s", file, left)
+            log.info(
+                "loaded weights from %s; tensors that keep their initial values: %s", file, left
+            )
 
 
 def frozen_layers(model: nn.Module, options: Options) -> Frozen | None:
-    """Return the layers that are frozen in the first epochs, or None if none are."""
+    """Return the layers that are frozen in the first epochs, or None if there are none."""
     if not options.frozen_epochs:
         return None
     frozen = Frozen(model, options.frozen_epochs)
-    log.info("epochs in which only %s is trained: %d", frozen.last, options.frozen_epochs)
+    log.info("only %s is trained in the first %d epochs", frozen.last, options.frozen_epochs)
     return frozen
 
 
 def split_layers(
     problem: Problem, model: nn.Module, trace: mpikfac.Trace
 ) -> mpikfac.lab.SplitLayers | None:
-    """Split layers over groups of ranks, if the options require it.
+    """Split layers across groups of ranks, if the options request it.
 
     Collective over: problem.comm.
     """
@@ -99,7 +101,7 @@ def split_layers(
 
 
 def give_feedback(problem: Problem, trainer: AnyTrainer) -> None:
-    """Train the blocks that the options name with direct feedback.
+    """Set up direct feedback for the blocks that the options name.
 
     Collective over: problem.comm.
     """
@@ -129,7 +131,7 @@ def make_training(
     optimizer: torch.optim.Optimizer,
     trace: mpikfac.Trace,
 ) -> Training:
-    """Return a run's training with a new trainer, not yet with the state of a checkpoint.
+    """Return a run's training with a new trainer, before a checkpoint is loaded.
 
     Collective over: the team, and all groups.
 

@@ -1,7 +1,7 @@
 """The kinds of training: what a run needs from its trainer, and how each kind provides it.
 
-A run makes the same calls for all kinds. If a kind has nothing to do in a call, it inherits a
-method that does nothing.
+A run calls the same methods for all kinds. Where a kind has nothing to do, it inherits a method
+that does nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Training:
     Attributes:
         trainer: the trainer of the run.
         everyone: the ranks of the run, in all groups.
-        alone: whether a rank steps independently of other clients' ranks.
-        tensors_per_weight: the number of values per weight in a checkpoint, such as the weight and
-            its momentum.
+        alone: whether this rank's client steps independently of other clients.
+        tensors_per_weight: the number of values that a checkpoint stores per weight, such as the
+            weight and its momentum.
     """
 
     alone = False
@@ -46,7 +46,7 @@ class Training:
         self._hears_loss = isinstance(trainer.plan.strategy.sync, LSGD)
 
     def record(self, outputs: Tensor) -> None:
-        """Use the outputs of a forward pass, before the backward pass; not collective."""
+        """Process the outputs of a forward pass before the backward pass; not collective."""
 
     def objective(
         self,
@@ -54,11 +54,11 @@ class Training:
         outputs: Tensor,
         loss: Tensor,
     ) -> Tensor:
-        """Return the objective of a step from the loss of a forward pass; not collective."""
+        """Return the objective whose gradient a step uses, given the loss; not collective."""
         return loss
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
-        """Step the trainer after all passes.
+        """Step the trainer after all forward and backward passes.
 
         Args:
             images: the rank's part of the batch, in the form that `Batches.get` returns.
@@ -77,14 +77,14 @@ class Training:
         """
 
     def numbers(self) -> dict[str, float]:
-        """Return metrics of this kind of training for metrics.jsonl; not collective."""
+        """Return the metrics of this kind of training, for metrics.jsonl; not collective."""
         return {}
 
     def asked(self, votes: list[int]) -> list[int]:
-        """Return the sums of votes over all ranks of the run.
+        """Return the votes summed over all ranks of the run.
 
         Args:
-            votes: their sums over the ranks that train one model together.
+            votes: the votes summed over the ranks that train one model together.
         """
         return votes
 
@@ -92,7 +92,7 @@ class Training:
         """Send this rank's votes to all clients; not collective."""
 
     def events(self) -> list[Event]:
-        """Return the recorded events, over the communicators of the whole run; not collective."""
+        """Return the recorded events, naming the whole run's communicators; not collective."""
         return self.trainer.trace.events
 
     def state(self) -> dict[str, Any]:
@@ -100,10 +100,10 @@ class Training:
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state` from the items of a checkpoint."""
+        """Load the result of `state` from a checkpoint's items."""
 
     def log_end(self, comm: mpikfac.comm.Comm) -> None:
-        """Log metrics of this kind of training about the whole run.
+        """Log this kind of training's metrics for the whole run.
 
         Collective over: comm.
         """
@@ -116,7 +116,7 @@ class KfacTraining(Training):
 
     def __init__(self, problem: Problem, trainer: mpikfac.KFAC) -> None:
         super().__init__(problem, trainer)
-        # Steps of Adam's length also need averages of squared gradients.
+        # Grafting to Adam's step length also stores averages of squared gradients.
         self.tensors_per_weight = Training.tensors_per_weight + trainer.settings.grafting.by_adam
 
     def record(self, outputs: Tensor) -> None:
@@ -124,7 +124,7 @@ class KfacTraining(Training):
         self.trainer.record(outputs, self.problem.task.loss_name)
 
     def adapt(self, loss: Tensor, loss_after: Callable[[], float]) -> None:
-        """Adapt the damping by the rule of Levenberg and Marquardt, every `damping_adapt` steps."""
+        """Adapt the damping with the Levenberg-Marquardt rule, every `damping_adapt` steps."""
         every_steps = self.problem.options.kfac.damping_adapt
         if every_steps and self.trainer.steps % every_steps == 0:
             after = loss_after()
@@ -136,10 +136,10 @@ class KfacTraining(Training):
 
 
 class QuadraticTraining(KfacTraining):
-    """Training with K-FAC, with step length and momentum from a quadratic model of the loss."""
+    """Training with K-FAC, where a quadratic model of the loss sets step length and momentum."""
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
-        """Step the trainer; the model uses the images from which the factors are estimated."""
+        """Step the trainer; the quadratic model uses the same images as the factors."""
         problem = self.problem
         subsample = problem.options.kfac.estimator.subsample or 1
         inputs = problem.normalise(images[::subsample])
@@ -159,16 +159,16 @@ class ClientTraining(Training):
         return {"staleness": mean_staleness(self.trainer.staleness)}
 
     def call_meeting(self) -> None:
-        """Request a meeting of all clients after one of the next steps."""
+        """Request a meeting of all clients after one of the following steps."""
         self.trainer.call()
 
     def events(self) -> list[Event]:
-        """Return the recorded events, where a client's ranks are a row of the run's ranks."""
+        """Return the recorded events; a client's ranks are a row of the run's grid of ranks."""
         events = self.trainer.trace.events
         return [event._replace(over=event.over.replace("world", "row", 1)) for event in events]
 
     def log_end(self, comm: mpikfac.comm.Comm) -> None:
-        """Log the staleness of the updates of each client."""
+        """Log the staleness of each client's updates."""
         log.info("%s", staleness_line(staleness_of_all(self.trainer, comm)))
 
 
@@ -196,7 +196,7 @@ class GroupTraining(Training):
         self.training.record(outputs)
 
     def objective(self, images: Tensor, outputs: Tensor, loss: Tensor) -> Tensor:
-        """Return the loss plus the divergence from the predictions of the other groups."""
+        """Return the loss plus the divergence from the other groups' predictions."""
         return loss + self.codistillation.term(self.problem.normalise(images), outputs)
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
@@ -209,7 +209,7 @@ class GroupTraining(Training):
         return self.training.numbers()
 
     def asked(self, votes: list[int]) -> list[int]:
-        """Return the sums of votes over the ranks of all groups, which stop and save together."""
+        """Return the votes summed over all groups, which stop and save together."""
         return [round(vote) for vote in mpikfac.comm.summed(self.everyone, votes)]
 
     def state(self) -> dict[str, Any]:

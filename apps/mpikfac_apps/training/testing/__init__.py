@@ -1,1 +1,1 @@
-"""Evaluate the network: the best result of a run, and checkpoints after a run."""
+"""Evaluate the network: track a run's best result, and test checkpoints after a run."""

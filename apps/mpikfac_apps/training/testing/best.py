@@ -1,4 +1,4 @@
-"""Follow a run's test results: keep the best weights, and count the tests since then."""
+"""Track a run's test results: keep the best weights, and count the tests since then."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Best:
-    """The best test of a run so far; equal on all ranks, like the results of tests.
+    """The best test of a run so far; identical on all ranks, as test results are.
 
-    Collective over: none, as are all methods.
+    Collective over: none; no method is collective.
 
     Attributes:
         value: the measure of the best test; NaN before the first test.
@@ -41,12 +41,12 @@ class Best:
         return better
 
     def state(self) -> dict[str, float | int]:
-        """Return the items for a checkpoint: none before the first test."""
+        """Return the items to store in a checkpoint; none before the first test."""
         values = self.value, self.since
         return {} if math.isnan(self.value) else dict(zip(ITEMS, values))
 
     def load(self, items: Mapping[str, Any]) -> None:
-        """Continue from a `state`.
+        """Load the result of `state`.
 
         Raises:
             ValueError: the items are not a number and a count.

@@ -3,7 +3,7 @@
     mpikfac evaluate runs/a
     mpirun -n 4 mpikfac evaluate runs/a --weights runs/a/best.pt
 
-This repeats the training program's test, with the same images, measures and averages of weights.
+This repeats the training program's test, with the same images, measures and averaged weights.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def tested(
     device: torch.device,
     watchdog: Watchdog,
 ) -> str:
-    """Return a line with the results of the test, to which the run's time limits apply.
+    """Return a line with the test results; the run's watchdog timeout applies to the test.
 
     Collective over: comm.
 
@@ -86,7 +86,7 @@ def tested(
         tensors = export.weights(checkpoint) if file is None else weights.read(file, model)
         if left := weights.load(model, tensors):
             raise ValueError(
-                f"a test needs all tensors, but {', '.join(left)} are missing or have another "
+                f"a test needs all tensors, but {', '.join(left)} are missing or have the wrong "
                 f"shape; the data has {problem.classes} classes"
             )
         average = average_of(options, model, checkpoint) if file is None else None
@@ -114,7 +114,7 @@ def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Opt
     for key, value, file in settings.code_of(flat(options)):
         if not evaluation.trust:
             raise ValueError(f"{key}={value} would run {file}; if you trust the file, pass --trust")
-    data = dataclasses.replace(options.data, cache=None)  # a test reads each image once
+    data = dataclasses.replace(options.data, cache=None)  # of no use, as images are read once
     if evaluation.data_path is not None:
         data = dataclasses.replace(data, path=evaluation.data_path)
         check_data(data)
@@ -125,7 +125,7 @@ def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Opt
 def average_of(
     options: Options, model: nn.Module, checkpoint: mpikfac.checkpoint.Checkpoint
 ) -> Average | None:
-    """Return a checkpoint's averages of weights, or None if the run did not test averages."""
+    """Return a checkpoint's averaged weights, or None if the run did not average them."""
     if not options.ema_decay or AVERAGED not in checkpoint:
         return None
     average = Average(model, options.ema_decay)

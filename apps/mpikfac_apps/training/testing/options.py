@@ -15,13 +15,13 @@ class EvaluateOptions:
     """Evaluate the network in a checkpoint on the test images of its run, on one or more ranks.
 
     Args:
-        path: the directory of a run, whose newest checkpoint is used, or of a checkpoint inside the
-            directory of a run.
-        weights: a file of weights to evaluate in place of the checkpoint's weights, such as
-            RUN_DIR/best.pt; null for the checkpoint's weights, or for their averages if the run has
-            `ema_decay`.
-        trust: execute the files FILE.py that the run's `model` and `data.name` name.
-        data_path: the directory of the data set; null for that of the run.
+        path: the directory of a run, whose newest checkpoint is used, or of a checkpoint inside a
+            run's directory.
+        weights: a file of weights to evaluate instead of the checkpoint's weights, such as
+            RUN_DIR/best.pt; null for the checkpoint's weights, or for their averages if the run
+            uses `ema_decay`.
+        trust: execute the Python files that the run's `model` and `data.name` refer to.
+        data_path: the directory of the data set; null for the one that the run used.
         device: the device of each rank; "auto" uses a GPU if there is one.
     """
 
