@@ -3,9 +3,10 @@
     mpikfac check resnet20
     mpikfac check my_models.py:build --input 3,32,32
     mpikfac check my_models.py:translator --input 16 --tokens 1000
-    mpirun -n 2 mpikfac check resnet20      # also compares strategies with one process
+    mpirun -n 2 mpikfac check resnet20      # also compares strategies with a single process
 
-A file can set COVERS, the value of `covers` for `KFAC`. The exit code is 1 if a result is wrong.
+A model's file can define COVERS, which is passed to `Coverage` as `covers`. The exit code is 1 if a
+result is wrong.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def why_not(name: str, module: nn.Module, subject: Subject, ties: Sequence[str])
     """Return the reason why a module is not covered.
 
     Args:
-        ties: all names of the parameter that it shares with modules that compute something else.
+        ties: all names of the parameter that the module shares with modules of another kind.
     """
     if not any(p.requires_grad for p in module.parameters(recurse=False)):
         return "frozen"
@@ -213,9 +214,9 @@ def strategies(ranks: int, errors: Mapping[str, float]) -> list[str]:
     rows = [("strategy", "difference", "")]
     rows += [(name, f"{off:.0e}", "ok" if alike(off) else "WRONG") for name, off in errors.items()]
     return [
-        f"Strategies: weights after {STEPS} steps on {ranks} ranks, against one process with all",
-        "  examples; differences relative to the largest change of a weight; only covered layers",
-        "  are in train() mode",
+        f"Strategies: weights after {STEPS} steps on {ranks} ranks, compared with one process that",
+        "  uses all examples. Differences are relative to the largest change of a weight; only",
+        "  covered layers are in train() mode",
         *table(rows),
     ]
 
@@ -245,7 +246,7 @@ def plans(subject: Subject, ranks: int) -> list[str]:
 
 
 def cost(subject: Subject, examples: int) -> list[str]:
-    """Return lines about the operations of a step on one rank, with a remedy if there are many."""
+    """Return lines about the operations in a step on one rank, with a remedy if there are many."""
     model, (inputs, _) = subject.copied(), subject.batch(examples, seed=0)
     layers, others = mpikfac.layers.cover(model, subject.coverage)
     calls = mpikfac.layers.call_sizes(model, layers, inputs)
@@ -254,8 +255,8 @@ def cost(subject: Subject, examples: int) -> list[str]:
     plan = mpikfac.make_plan(shapes, 1, mpikfac.Strategy(), tensors)
     run = foreseen(kfac, Inverse(), {}, (shapes, tensors), plan, calls, 1)
     remedy = (
-        "use a larger batch; or smaller blocks of factors, with a rule of mpikfac.Coverage that "
-        "sets a smaller `largest`; or grafting=mpikfac.AdamGrafting(orthogonalize=False)"
+        "use a larger batch; divide factors into smaller blocks, with a rule in mpikfac.Coverage "
+        "that sets a smaller `largest`; or set grafting=mpikfac.AdamGrafting(orthogonalize=False)"
     )
     texts = [f"One rank, {number(examples, 'example')}: {run.line}"] if run.line else []
     if run.times > 2:

@@ -1,4 +1,4 @@
-"""Find products inside attention modules and recurrent cells, which use no submodules for them.
+"""Record products inside attention modules and recurrent cells, which use no submodules for them.
 
 Attention modules call `F.linear`. Cells are rewritten in terms of `F.linear`, following their
 formulas in torch's documentation.
@@ -22,7 +22,7 @@ MODULES = (nn.MultiheadAttention, nn.RNNCellBase)
 
 
 class Use(NamedTuple):
-    """A product: its input `[batch, positions, inputs]`, its output, and the columns to use."""
+    """A product: its input `[batch, positions, inputs]`, its output, and the columns used of it."""
 
     x: Tensor
     y: Tensor
@@ -35,7 +35,7 @@ def is_inside(layer: mpikfac.Layer) -> bool:
 
 
 def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
-    """Return the weights by which the layer, or each of its groups, multiplies."""
+    """Return a layer's weight matrices: one, or one per group."""
     if layer.shape.groups == 1:
         return [layer.parameters[0]]
     module = layer.module
@@ -46,7 +46,7 @@ def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
 
 
 def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
-    """Return layers of separate `Linear` modules, one for the product or for each of its groups."""
+    """Return a layer inside a module as separate layers, each with a `Linear` module, by group."""
     if not is_inside(layer):
         return [layer]
     matrix = torch.empty(layer.shape.gradient).to(layer.parameters[0])
@@ -66,7 +66,7 @@ def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
 
 @contextmanager
 def watched(layers: Sequence[mpikfac.Layer]) -> Iterator[dict[str, list[list[Use]]]]:
-    """Record all products inside modules of `layers`, by the layer's name and by group."""
+    """Record the products of `layers` inside their modules, by layer name and group."""
     plain, examples = F.linear, dict[int, int]()
     seen: dict[str, list[list[Use]]] = {
         layer.name: [[] for _ in weights_of(layer)] for layer in layers

@@ -40,7 +40,7 @@ class DetectionOptions(ProgramOptions):
         size: the height and width of images in pixels.
         images: the number of images in an epoch.
         test_images: the number of separate images for the evaluation after each epoch.
-        batch: the number of images in a step, over all ranks.
+        batch: the number of images per step, over all ranks.
     """
 
     rates: ClassVar[Mapping[str, float]] = {"kfac": 0.0003, "sgd": 0.1, "adamw": 0.001}
@@ -56,7 +56,7 @@ class DetectionOptions(ProgramOptions):
         """Check the batch.
 
         Raises:
-            ValueError: ranks would get uneven shards, or an epoch has no steps.
+            ValueError: ranks would get uneven shards, or an epoch would have no steps.
         """
         if self.batch % ranks:
             raise ValueError(

@@ -21,7 +21,7 @@ class Kind(NamedTuple):
 
     Attributes:
         weights: returns the weights of the sums, given the edges and the number of nodes.
-        join: combines own rows and sums into the input of a layer.
+        join: combines the nodes' rows and the sums over neighbours into the input of a layer.
         times: the width of this input, as a multiple of the width of the rows.
     """
 
