@@ -188,7 +188,7 @@ def assert_in_order(nodes):
     [
         (["--export", "goal:x"], "export: goal:x must be chakra:FILE"),
         (["--export", "chakra:"], "export: chakra: must be chakra:FILE"),
-        (["--export", "chakra:/none/x"], "/none/x must be a file in a folder that exists"),
+        (["--export", "chakra:/none/x"], "/none/x must be a file in an existing folder"),
         (["--strategy", "staggered", "--export", "chakra:x"], "stagger=5 has a refresh for each"),
         (
             ["--strategy", "downpour", "--export", "chakra:x"],

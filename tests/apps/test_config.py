@@ -192,7 +192,7 @@ BAD = {
     ),
     "a batch by epoch of 0": (
         "batch: 12 until 3, 0\n",
-        "must be a whole number >= 1 or null or numbers by epoch",
+        "must be a whole number >= 1 or null or a schedule such as",
     ),
     "two batches": ("--batch=12 --batch_per_rank=2", "batch=12 and batch_per_rank=2: set one of"),
     "no data": ("--data.name=cifar10", "data.path=null: cifar10 needs the directory"),

@@ -84,7 +84,7 @@ def test_a_program_refuses_its_options_before_ranks_start(capsys, monkeypatch):
         ),
         (
             "PBS_JOBID",
-            "PBS knows a job's hosts; use mpirun -n 3 mpikfac train --lr=1",
+            "in a PBS job, mpirun finds the hosts; use mpirun -n 3 mpikfac train --lr=1",
         ),
         (
             "PMIX_RANK",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def processes_with(variable: str) -> Iterator[int]:
-    """Yield this user's processes that were started with a variable, written as NAME=VALUE."""
+    """Yield this user's processes that were started with an environment variable, NAME=VALUE."""
     for name in os.listdir("/proc"):
         if name.isdecimal() and variable.encode() in _words(name, "environ"):
             yield int(name)
@@ -40,7 +40,7 @@ def send(number: signal.Signals, targets: Sequence[int]) -> None:
 
 
 def _words(process: str, file: str) -> list[bytes]:
-    """Return the words in a file of a process; none if it belongs to another user."""
+    """Return the words in a process's file in /proc; none if the file cannot be read."""
     try:
         content = Path(f"/proc/{process}/{file}").read_bytes()
     except OSError:

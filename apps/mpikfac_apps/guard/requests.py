@@ -1,10 +1,10 @@
 """Receive requests for a checkpoint or a stop, from signals, control files and the clock.
 
     touch RUN/control/checkpoint    write a checkpoint at the next step and continue
-    touch RUN/control/stop          write a checkpoint at the next step and end
+    touch RUN/control/stop          write a checkpoint at the next step and stop
 
-`mpikfac launch` writes a file `stop` with the reason into a directory of the job, which exists
-before the run directory. There is no signal that all MPI launchers forward. A request reaches one
+`mpikfac launch` writes a file `stop` with the reason into a directory of the job, because the run
+directory may not exist yet, and no signal is forwarded by all MPI launchers. A request reaches one
 rank; the caller passes it on to all ranks. Collective over: none.
 """
 
@@ -32,7 +32,7 @@ RESERVE = 60.0  # seconds between the last checkpoint and the end of the job
 
 
 def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float) -> float | None:
-    """Return the unix time when `max_minutes` or Slurm's limit ends the job; None if unknown.
+    """Return the unix time at which `max_minutes` or Slurm's limit ends the job; None if unknown.
 
     Raises:
         ValueError: SLURM_JOB_END_TIME is not a time after `now`.
@@ -53,7 +53,7 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
 
 
 def ignore_signals() -> None:
-    """From now on, ignore the signals that request a stop."""
+    """Ignore the signals that request a stop from now on."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -190,7 +190,7 @@ def _take(control: Path) -> set[str]:
     """Remove the control files, and return their names; none if storage fails."""
     taken = set()
     with suppress(OSError):
-        # A listing is always fresh, but the cache of a file server can answer a name lookup.
+        # A listing is always up to date; looking up a name might return a stale, cached answer.
         for name in {"checkpoint", "stop"}.intersection(os.listdir(control)):
             os.unlink(control / name)
             taken.add(name)

@@ -48,7 +48,7 @@ class Content(NamedTuple):
 class Images:
     """The images of a part of a data set, in separate files or in a single file.
 
-    The lists are arrays, because a Python list of a million names needs ten times the memory.
+    The lists are arrays, because a Python list of a million names takes ten times as much memory.
 
     Attributes:
         root: the folder of the files, or the single file.
@@ -119,7 +119,7 @@ class Listing:
         classes: the number of classes.
         size: the side length in pixels of the images that a network receives.
         channels: the channels of an image: red, green and blue.
-        white: the byte of a white pixel.
+        white: the byte value of a white pixel.
         about: a description of the data for the log.
         content: the bytes of all images, if they are in a single file.
     """
@@ -135,7 +135,7 @@ class Listing:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Checksums that a restart compares, like `Dataset.checksums`, but of some pixels only."""
+        """Checksums that a restart compares, like `Dataset.checksums`, but pixels are sampled."""
         whole = self.content.digest.encode() if self.content else b""
         return {
             "images": self.train_images.digest,

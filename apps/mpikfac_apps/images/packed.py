@@ -147,5 +147,5 @@ def shrunk(place: ImagePlace, size: int | None) -> bytes:
         small, target = decoding.shorter_side(image.convert("RGB"), size), io.BytesIO()
         small.save(target, "JPEG", quality=QUALITY)
         return target.getvalue()
-    except Exception as error:  # decoders of damaged files can raise anything
+    except Exception as error:  # decoding a damaged file can raise any exception
         raise ValueError(f"{place} cannot be decoded: {files.one_line(error)}") from error

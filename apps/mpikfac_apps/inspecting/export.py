@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> ExportOptions:
     """Return the checked options.
 
     Raises:
-        ValueError: an option is invalid, or no file is given to write to.
+        ValueError: an option is invalid, or no output file is given.
     """
     options = EXPORT.read(argv)
     paths = [file for file in (options.weights, options.average, options.factors) if file]

@@ -18,7 +18,7 @@ C = TypeVar("C", bound=Choice)
 OWN = "FILE.py:CLASS"
 
 _spelled: dict[type, str] = {}
-"""User-defined types, by the text that named them."""
+"""User-defined types, by the text FILE.py:CLASS that named them."""
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
@@ -28,7 +28,7 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def base_of(hint: Any) -> type[Choice] | None:
-    """Return the base of a joint's types, or None if a field of this type is not a joint."""
+    """Return the base class of a joint's types; None if a field of this type is not a joint."""
     members = [member for member in alternatives(hint) if member is not types.NoneType]
     if len(members) == 1 and isinstance(members[0], type) and issubclass(members[0], Choice):
         return members[0]

@@ -33,8 +33,8 @@ def replacements(
 
     Args:
         ranking: the members, the best first.
-        lost: members that are replaced regardless of their rank, unless one is the best.
-        worst: the fraction of the members, the last in the ranking, that is replaced.
+        lost: members that are replaced wherever they are in the ranking, except in first place.
+        worst: the fraction of the members that is replaced, from the end of the ranking.
         crossover: whether the second parent is drawn from all members that are kept.
     """
     count = max(1, int(worst * len(ranking)))
@@ -99,7 +99,10 @@ def of_layer(item: str, layer: str) -> bool:
 def mutated(
     state: Mapping[str, Any], names: Collection[str], size: float, generator: torch.Generator
 ) -> State:
-    """Return the state with Gaussian noise of `size` times each tensor's RMS added to `names`."""
+    """Return a state in which Gaussian noise is added to the tensors `names`.
+
+    The standard deviation of the noise is `size` times the tensor's RMS.
+    """
     changed = dict(state)
     for name in sorted(names):
         weights = state[name]

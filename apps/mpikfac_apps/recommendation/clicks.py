@@ -26,7 +26,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Clicks:
-    """Store examples in chronological order.
+    """Examples in chronological order.
 
     Attributes:
         numbers: the numerical features `[examples, numbers]`.

@@ -37,7 +37,7 @@ class Loop(ABC):
         steps: the number of steps of the whole run.
         meter: the means of the losses.
         lr: returns the learning rate of a step.
-        rate: the learning rate of the options, for messages.
+        rate: the learning rate in the options, for messages.
 
     Attributes:
         unit: the name of the examples in records.
@@ -112,7 +112,7 @@ class Loop(ABC):
         return self.trainer.state_dict()
 
     def of_records(self) -> dict[str, Any]:
-        """Return rank 0's additional items of a checkpoint; not collective."""
+        """Return rank 0's additional items for a checkpoint; not collective."""
         return {}
 
     def numbers(self) -> dict[str, float]:

@@ -19,8 +19,8 @@ class MetricsFile:
     """The open metrics.jsonl of a run; lines that cannot be written wait in memory.
 
     Args:
-        kept_bytes: the length of an earlier file at the checkpoint to resume from; the rest is cut
-            off.
+        kept_bytes: the length of an earlier file when the checkpoint to resume from was written;
+            the rest is cut off.
         waiting: lines that waited in memory when the checkpoint was written.
 
     Raises:
