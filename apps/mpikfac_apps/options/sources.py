@@ -144,7 +144,7 @@ class Document(OptionSource):
 
 
 class Kept(Document):
-    """Options stored in a run; files that they name are executed only if the user names them again."""
+    """Options stored in a run; a file that they name runs only if the user names it again."""
 
     trusted = False
 

@@ -42,7 +42,7 @@ def most_loaded(plan: mpikfac.plan.Plan) -> int:
 
 
 def looked_at(plan: mpikfac.plan.Plan) -> list[int]:
-    """Return all ranks of a small job, or a fixed sample and the most loaded rank of a large job."""
+    """Return all ranks of a small job, or a sample plus the most loaded rank of a large one."""
     ranks = range(plan.ranks)
     if plan.ranks <= ALL_RANKS:
         return list(ranks)

@@ -161,7 +161,7 @@ class Speed:
         self._marked = self._now()
 
     def rates(self) -> tuple[float, float]:
-        """Return images per second on all ranks, and the fraction of communication, since `mark`."""
+        """Return all ranks' images per second, and the fraction of communication, since `mark`."""
         images, seconds, talking = (now - then for now, then in zip(self._now(), self._marked))
         return images / seconds, talking / seconds
 

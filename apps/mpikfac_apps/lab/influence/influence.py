@@ -39,7 +39,7 @@ from mpikfac_apps.training.parts.problem import Problem
 Losses = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
 
 PASS = 128  # training images per backward pass
-NAMES = 4  # of parameters in a line
+NAMES = 4  # maximum number of parameters that a line names
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Influence:
     predicted: Tensor | None
 
     def report(self, top: int) -> list[list[str]]:
-        """Return sections of lines with the images of the largest scores, and their labels."""
+        """Return sections of lines with the images with the largest scores, and their labels."""
         rows = [("query", "label", "most helpful images (label)", "most harmful images (label)")]
         for number, (scores, label) in enumerate(zip(self.scores[:top], self.query_labels)):
             images = self._largest(scores, top), self._largest(-scores, top)
@@ -120,7 +120,7 @@ def scored(
     Collective over: comm of the run's problem.
 
     Args:
-        progress: is called before each pass.
+        progress: called before each pass.
 
     Raises:
         UserError: the checkpoint has no factors of the network, or there are too many queries.

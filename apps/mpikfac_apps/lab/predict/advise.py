@@ -81,7 +81,7 @@ def advise(options: AdviseOptions) -> int:
 
 
 def images_to_cover(messages: float, per_image: float) -> int:
-    """Return the minimum number of images per rank that take as long to compute as the messages."""
+    """Return the minimum number of images per rank whose computation covers the messages."""
     return max(1, math.ceil(messages / per_image - 1e-9))
 
 
@@ -134,7 +134,7 @@ def needs(row: Row, options: AdviseOptions) -> Row:
 
 
 def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> Iterator[Row]:
-    """Yield rows of variants with other workers and levels that compute the same results."""
+    """Yield rows for other numbers of workers and levels that give the same results."""
     for row in variants(options, network_of(options), ranks, machine, {"": {}}):
         if row["change"]:
             yield row | needs(row, options) | {"overlap": options.given[OVERLAP]}

@@ -10,7 +10,7 @@ SIZES = (
     "4 F = 586.9 MiB are ResNet-50's square factors, 4 N = 97.3 MiB the weights of its covered "
     "layers, and 4 T = 97.7 MiB all its weights and running statistics"
 )
-MODELS = "its file in mpikfac/predict/machines has the source of each constant"
+MODELS = "its file in mpikfac/predict/machines states the source of each constant"
 
 _ENTRIES = (
     Entry(
@@ -83,7 +83,7 @@ _ENTRIES = (
         "step; the file says that bases are computed in every tenth step. SGD's epoch of 4:08 on "
         "64 GPUs contradicts its run, which took 5:32 per epoch. What K-FAC adds is its step "
         "without SGD's. Published epochs include reading images and predictions do not, so "
-        "K-FAC's own steps agree only if reading takes no time beside them",
+        "K-FAC's own steps agree only if reading takes no additional time",
         found="predicted",
         how=f"by the machine model v100-edr, with 32 images on each GPU; {MODELS}",
         tolerance=0.2,
@@ -97,7 +97,7 @@ _ENTRIES = (
         about="unequal parts of ResNet-50, collectives on 64 simulated hosts",
         paper="method of Thakur et al. 2005",
         source="SMPI of SimGrid 3.32: benchmarks/results/collectives.json, recorded on 2026-11-27, "
-        "has the simulated platform; no command of the repository repeats this simulation",
+        "describes the simulated platform; no command of the repository repeats this simulation",
         found="predicted",
         how="by the latency and bandwidth of the simulated platform",
         tolerance=0.06,

@@ -49,7 +49,7 @@ GROUPS = {
 """Stages of a step by name in a report; all other stages are "other"."""
 WAITING, OTHER = "waiting", "other"
 # Options and choices about devices, transport and records change results only by rounding. All
-# options outside of these sets change results.
+# options outside these sets change results.
 WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
     *("exit_code", "watchdog_timeout", "shrink", "log_every", "trace_steps", "threads", "metrics"),

@@ -426,7 +426,7 @@ def shown_interval(options: Options, ranks: int) -> int:
 def inv_update_steps(options: Options, ranks: int) -> int:
     """Return the steps between two refreshes, as set by the option, the strategy or the default.
 
-    If the option sets numbers by epoch, that of epoch 0 is returned.
+    If the option is a schedule by epoch, its value at epoch 0 is returned.
     """
     if options.optimizer != "kfac":
         return at_start(options.kfac.inv_update_steps) or BASIS_EVERY
