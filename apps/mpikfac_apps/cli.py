@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def run(program: str, work: Callable[[], int]) -> int:
-    """Run a program's work and return its exit code; if the input is invalid, print why, return 2.
+    """Run a program's work, and return its exit code.
 
-    The error message is a single line.
+    If its input is invalid, print an error on a single line, and return 2.
     """
     mend_streams()
     try:

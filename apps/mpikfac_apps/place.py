@@ -44,7 +44,7 @@ def share_cores(comm: mpikfac.comm.Comm, threads: int | None) -> list[str]:
 
 
 def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
-    """Return what can affect results besides the options, such as versions and the device."""
+    """Return what, besides the options, can affect results, such as versions and the device."""
     packages = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):

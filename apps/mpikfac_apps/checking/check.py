@@ -147,7 +147,7 @@ def wrapped(names: Sequence[str]) -> list[str]:
 
 
 def form(layer: mpikfac.LayerShape) -> str:
-    """Describe a layer's factors by their orders, as "A 27, G 16" or "A 16 x 9, G 16 x 1"."""
+    """Describe a layer's factors by their orders, such as "A 27, G 16" or "A 16 x 9, G 16 x 1"."""
     sides = []
     for side in layer.sides:
         factors = layer.side(side)
@@ -191,9 +191,10 @@ def numbers(findings: Mapping[str, Finding], examples: int) -> list[str]:
         rows.append((shown(name), str(finding.vectors), *cells, judged(finding)))
     return [
         f"Errors: relative, in float64, {number(examples, 'example')}",
-        "  A, G: recorded factors, against factors from the vectors that the module itself uses",
-        "  gradient: sums of g a^T, against autograd for each example alone and for the model",
-        f"  eigen, inverse: preconditioners, against dense solves up to order {LARGEST_PRODUCT:,}",
+        "  A, G: recorded factors, compared with those of the vectors that the module itself uses",
+        "  gradient: sums of g a^T, compared with autograd for each example and for the model",
+        "  eigen, inverse: preconditioners, compared with dense solves up to order "
+        f"{LARGEST_PRODUCT:,}",
         *table(rows),
     ]
 

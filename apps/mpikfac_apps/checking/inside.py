@@ -22,7 +22,7 @@ MODULES = (nn.MultiheadAttention, nn.RNNCellBase)
 
 
 class Use(NamedTuple):
-    """A product: its input `[batch, positions, inputs]`, its output, and the columns used of it."""
+    """A product: its input `[batch, positions, inputs]`, and the columns of an output."""
 
     x: Tensor
     y: Tensor
@@ -46,7 +46,7 @@ def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
 
 
 def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
-    """Return a layer inside a module as separate layers, each with a `Linear` module, by group."""
+    """Split a layer inside a module into one `Linear` layer per group; keep other layers as one."""
     if not is_inside(layer):
         return [layer]
     matrix = torch.empty(layer.shape.gradient).to(layer.parameters[0])
@@ -66,7 +66,7 @@ def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
 
 @contextmanager
 def watched(layers: Sequence[mpikfac.Layer]) -> Iterator[dict[str, list[list[Use]]]]:
-    """Record the products of `layers` inside their modules, by layer name and group."""
+    """Record the products that `layers` compute in this context, by layer name and group."""
     plain, examples = F.linear, dict[int, int]()
     seen: dict[str, list[list[Use]]] = {
         layer.name: [[] for _ in weights_of(layer)] for layer in layers

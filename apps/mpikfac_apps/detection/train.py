@@ -1,4 +1,4 @@
-"""Train torchvision's Mask R-CNN on drawn shapes, with K-FAC or SGD, on one or more ranks.
+"""Train torchvision's Mask R-CNN on drawn shapes, with K-FAC, SGD or AdamW, on one or more ranks.
 
     mpirun -n 2 mpikfac train-detection
     mpirun -n 2 mpikfac train-detection --optimizer sgd --run_dir runs/shapes
@@ -32,7 +32,7 @@ SHOWN = 0.5  # the minimum probability at which a pixel of a predicted mask belo
 
 @dataclass(frozen=True)
 class DetectionOptions(ProgramOptions):
-    """Train torchvision's Mask R-CNN on drawn shapes, with K-FAC or SGD.
+    """Train torchvision's Mask R-CNN on drawn shapes, with K-FAC, SGD or AdamW.
 
     Args:
         model: the network, with random initial weights: "small", for images of a few large shapes,

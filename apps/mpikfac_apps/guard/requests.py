@@ -53,7 +53,7 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
 
 
 def ignore_signals() -> None:
-    """Ignore the signals that request a stop from now on."""
+    """Start ignoring the signals that request a stop."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -73,9 +73,9 @@ class Requests:
     Args:
         control: the directory of control files, which the constructor creates; None for no control
             files.
-        end: the unix time when the job is killed. The end is requested early enough to leave time
-            for two checkpoints as slow as the slowest one so far, the longest pause between two
-            polls, and `RESERVE`.
+        end: the unix time at which the job is killed. A stop is requested early enough to leave
+            time for two checkpoints as slow as the slowest one so far, the longest pause between
+            two polls, and `RESERVE`.
         every_minutes: minutes between two checkpoints; the first is due after 2 minutes if that is
             sooner.
         clock: the clock for all intervals, in seconds; only `end` is a time of day.

@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listing:
-    """Return the list of images, to be read from a copy on the disk of the rank's node.
+    """Return the list of images, whose bytes are then read from a copy on the node's disk.
 
     One rank of each node checks or writes the copy, and the other ranks wait. If a node has no
     copy, its ranks read the packed file, and a log line gives the reason.

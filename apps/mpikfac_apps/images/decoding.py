@@ -23,7 +23,7 @@ TRIES = 10
 
 
 class Broken(ValueError):
-    """Report an image that cannot be decoded."""
+    """Raised for an image that cannot be decoded."""
 
 
 def decoded(place: ImagePlace, size: int, draw: Sequence[int] | None = None) -> np.ndarray:

@@ -85,8 +85,8 @@ def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None 
     to lay out a file.
 
     Args:
-        size: the pixels of the shorter side of larger images, which are re-encoded as JPEG; None to
-            keep the bytes of all images.
+        size: the length in pixels to which the shorter side of larger images is reduced; they are
+            re-encoded as JPEG. None to keep the bytes of all images.
 
     Raises:
         ValueError: an image cannot be decoded; the message names it.

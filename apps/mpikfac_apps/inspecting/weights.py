@@ -14,7 +14,7 @@ from mpikfac import files
 from mpikfac_apps.inspecting.options import check_package
 
 LARGER = 2**30
-"""The maximum bytes of a file beyond the network in float64, for a larger last module."""
+"""The bytes by which a file can be larger than the network in float64: last modules can differ."""
 
 
 def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -35,7 +35,7 @@ def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
         raise ValueError(f"{path} cannot be read: {files.why(error)}") from error
     try:
         tensors = _loaded(path, content)
-    except Exception as error:  # a damaged file can raise anything
+    except Exception as error:  # reading a damaged file can raise any exception
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(f"{path} is not a file of weights: {reason}") from error
     if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
@@ -62,7 +62,7 @@ def _loaded(path: Path, content: bytes) -> object:
 
 
 def load(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Load weights into a network; return the names of tensors that keep their values.
+    """Load weights into a network; return the names of its tensors that keep their values.
 
     Only tensors of the last module with parameters, the classifier, may keep their values, if
     `tensors` lacks them or has them in a different shape. Other dtypes are converted.
