@@ -80,7 +80,7 @@ def test_a_program_refuses_its_options_before_ranks_start(capsys, monkeypatch):
     [
         (
             "SLURM_JOB_ID",
-            "Slurm starts a job's ranks; use srun --mpi=pmi2 -n 3 mpikfac train --lr=1",
+            "in a Slurm job, srun starts the ranks; use srun --mpi=pmi2 -n 3 mpikfac train --lr=1",
         ),
         (
             "PBS_JOBID",

@@ -22,7 +22,13 @@ MODULES = (nn.MultiheadAttention, nn.RNNCellBase)
 
 
 class Use(NamedTuple):
-    """A product: its input `[batch, positions, inputs]`, and the columns of an output."""
+    """A product inside a module.
+
+    Attributes:
+        x: the input, `[batch, positions, inputs]`.
+        y: the tensor that contains the output.
+        columns: the columns of `y` that are the output.
+    """
 
     x: Tensor
     y: Tensor

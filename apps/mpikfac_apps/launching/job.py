@@ -167,7 +167,7 @@ class MpiJob:
 
 
 def say(text: str) -> None:
-    """Print a line in the name of `mpikfac launch`."""
+    """Print a line that begins with `mpikfac launch`."""
     with suppress(OSError):  # the terminal is gone
         print(files.printable(f"mpikfac launch: {text}"), file=sys.stderr, flush=True)
 

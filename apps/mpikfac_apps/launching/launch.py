@@ -33,7 +33,7 @@ Start a program on N ranks of this machine, under the MPI that mpi4py loads.
 PROGRAM is a Python file, or one of mpikfac's programs: train, evaluate, influence, laplace,
 equations, check, calibrate, or an example.
 
-With --watchdog_timeout, the ranks of a script write their stacks and end if no rank begins or ends
+With --watchdog_timeout, a script's ranks write their stacks and exit if no rank begins or completes
 a step for SECONDS. Choose more than the longest step, evaluation or checkpoint takes. Under mpirun,
 set MPIKFAC_WATCHDOG_TIMEOUT=SECONDS instead. mpikfac's programs have their own option.
 
@@ -166,7 +166,9 @@ def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
     ranks, words = program.ranks, shlex.join(program.words)
     if "SLURM_JOB_ID" in environ:
         plugin = mpi.PLUGINS[mpi.loaded_mpi(environ).maker]
-        raise ValueError(f"Slurm starts a job's ranks; use srun --mpi={plugin} -n {ranks} {words}")
+        raise ValueError(
+            f"in a Slurm job, srun starts the ranks; use srun --mpi={plugin} -n {ranks} {words}"
+        )
     if "PBS_JOBID" in environ:
         raise ValueError(f"in a PBS job, mpirun finds the hosts; use mpirun -n {ranks} {words}")
     if started := [name for name in RANK_VARIABLES if name in environ]:

@@ -19,7 +19,7 @@ STARTERS = {
     INTEL: ("mpiexec.hydra", "mpirun"),
     MPICH: ("mpiexec.hydra", "mpiexec.mpich", "mpiexec", "mpirun"),
 }
-PLUGINS = {OPEN: "pmix", INTEL: "pmi2", MPICH: "pmi2"}  # of srun
+PLUGINS = {OPEN: "pmix", INTEL: "pmi2", MPICH: "pmi2"}  # for `srun --mpi`
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 LOOK = """
 import mpi4py
@@ -150,7 +150,7 @@ def variables(mpi: Mpi, ranks: int, memory: Path, environ: Mapping[str, str]) ->
     """Return the environment of the job.
 
     Args:
-        memory: a directory for this job alone, on a file system in memory.
+        memory: a directory for this job alone, on an in-memory file system.
     """
     defaults = {"HOME": os.path.expanduser("~")}  # Open MPI does not start without it
     if "MPIRUN_FLAGS" not in environ:  # all ranks are on this machine

@@ -55,7 +55,7 @@ PROGRAMS = {
     "check": Program(
         "checking.check",
         "checking.options:CHECK",
-        "check which layers of a model K-FAC covers, and that the results are right",
+        "check which layers of a model K-FAC covers, and whether its results are right",
         ranks=True,
     ),
     "calibrate": Program(
@@ -82,7 +82,7 @@ PROGRAMS = {
     "compare": Program(
         "lab.study.compare",
         "lab.study.compare:COMPARE",
-        "compare several runs in a table and in curves",
+        "compare several runs with a table and curves",
     ),
     "study": Program(
         "lab.study.study",

@@ -81,7 +81,7 @@ class CommandLine(Generic[Group]):
 
         Args:
             argv: the arguments; None for those of the process.
-            kept: options by key, as in a YAML file; needs `files`.
+            kept: options by key, as in a YAML file; requires `files`.
 
         Raises:
             ValueError: an option is invalid; the message is a line with key, value and allowed

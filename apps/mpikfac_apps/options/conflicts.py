@@ -312,8 +312,8 @@ def _check_momentum(options: Options) -> None:
         )
     if options.nesterov and options.momentum_of_gradients:
         raise ValueError(
-            "nesterov=true needs kfac.momentum_of=directions, not gradients: the momentum of "
-            "gradients is always Nesterov's"
+            "nesterov=true needs kfac.momentum_of=directions, not gradients: gradient momentum is "
+            "always Nesterov momentum"
         )
 
 

@@ -373,7 +373,7 @@ def _help(text: str, names: Collection[str]) -> str:
 
 
 def _inside(name: str, leaf: Leaf, meta: Mapping[str, Any]) -> Leaf:
-    """Return an option of a nested dataclass as an option of the outer one, in its field `name`."""
+    """Return an option of the dataclass in the field `name` as one of the outer dataclass."""
     key, path = leaf.key, (name, *leaf.path)
     key = meta["renamed"].get(key, key) if meta.get("inline") else f"{name}.{key}"
     return dataclasses.replace(leaf, key=key, path=path, section=meta.get("section", leaf.section))
@@ -497,9 +497,7 @@ def dtype(name: str) -> torch.dtype:
 def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
     """Return the type of a library field as an option's type, with names for dtypes.
 
-    Functions are left out.
-
-    A string is one of `names`, unless `names` is empty.
+    Functions are left out. A string is one of `names`, unless `names` is empty.
     """
     words: list[str] = []
     members = []

@@ -81,8 +81,8 @@ class DataOptions:
             folder or a packed file, evenly spaced images; for curves and synthetic images, the
             number to generate; for a text, the number of windows. null for all images or windows,
             20,000 curves or 1024 synthetic images.
-        test_images: the number of test images to use, chosen like training images; null for all
-            images. Fewer images make evaluations faster but less precise.
+        test_images: the number of test images to use, chosen in the same way; null for all images.
+            Fewer images make evaluations faster but less precise.
         augment: shift and mirror training images at random; gaps are filled with black pixels. For
             images in files, a random crop is rescaled, and mirrored at random.
         shift: the maximum number of pixels by which augment shifts an image in each direction; null
@@ -95,12 +95,12 @@ class DataOptions:
             weights the labels by area; each step draws the fraction from Beta(alpha, alpha).
             With both mixup and cutmix, each step chooses one of them at random. null for none.
         size: the side length in pixels of patches, null for 28; of synthetic images, null for 32;
-            of the crop of an image in a file that the network receives, null for 224; the bytes of
-            a window of text, null for 64; or the side length in voxels of a crop of a volume, null
-            for 16.
+            of the crop of an image in a file that the network receives, null for 224; the length in
+            bytes of a window of text, null for 64; or the side length in voxels of a crop of a
+            volume, null for 16.
         classes: the number of classes of synthetic images; null for 10.
-        workers: the number of processes per rank that decode images in files in advance; 0: the
-            rank decodes them itself; null for 2. Results do not depend on it.
+        workers: the number of processes per rank that decode images in files in advance; with 0,
+            the rank decodes them itself; null for 2. Results do not depend on this number.
         max_broken_images: the maximum number of broken images in files. A broken image is replaced
             by the next image of its class, and logged; one more broken image ends the run. null for
             0.
@@ -256,7 +256,7 @@ class KfacOptions:
         factor_update_steps: the number of steps between two updates of the factors. null: 10, but
             fewer in the first 160 steps; 1 with shampoo, kl-shampoo and soap.
         inv_update_steps: the number of steps between two decompositions of the factors. null: the
-            strategy's value, which is 50 for most strategies, but less in the first 160 steps.
+            strategy's value, which is 50 for most strategies, but smaller in the first 160 steps.
         preconditioner: the preconditioner of gradients; K-FAC is one of several.
             A preconditioner has its own defaults for damping, grafting, momentum and
             factor_update_steps, which apply unless you set these options. "inverse": damped
@@ -278,7 +278,8 @@ class KfacOptions:
         damping_adapt: the number of steps between two adaptations of the damping to how well the
             quadratic model predicts the loss; each adaptation costs a forward pass. null: the
             damping is not adapted.
-        grafting: determines the length of each layer's direction. With a clip, the default is none.
+        grafting: what determines the length of each layer's direction. With a clip, the default is
+            none.
         clip: a bound on the directions of all layers together.
         matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands, on tensor cores: "tf32" to 10 bits of mantissa, "bfloat16" to 7
@@ -356,7 +357,7 @@ class LearningOptions:
             always ends with an evaluation after its last epoch.
         eval_steps: the number of steps from one additional evaluation to the next, also within
             epochs; null for none. Ranks with different replicas average their weights beforehand.
-        keep_best: save the weights with the best test result so far in RUN_DIR/best.pt.
+        keep_best: save the weights with the best test result so far to RUN_DIR/best.pt.
         patience: the number of consecutive evaluations without improvement after which the run
             ends; null: the run completes all epochs.
         lr: the learning rate. null: 0.0075 for K-FAC with a kfac.grafting by Adam, or 0.003

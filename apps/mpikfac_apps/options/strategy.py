@@ -97,7 +97,7 @@ def make_strategy(
 ) -> tuple[Strategy, dict[str, Any]]:
     """Return the strategy for the ranks that train, and the `KFAC` settings in `OF_STRATEGY`.
 
-    A setting that neither the options nor the strategy choose is left out.
+    A setting that neither the options nor the strategy chooses is left out.
 
     Raises:
         ValueError: choices cannot be combined, or are invalid for the number of ranks.
