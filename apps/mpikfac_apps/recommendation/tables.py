@@ -74,7 +74,7 @@ class Tables:
 
         Args:
             categories: row indices `[examples, tables]`.
-            shares: the number of examples of each rank.
+            shares: the number of examples on each rank.
         """
         asked, given = self._counts_of(shares)
         wanted = categories[:, self._order].T.flatten()

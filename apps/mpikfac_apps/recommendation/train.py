@@ -160,7 +160,7 @@ class Recommendation(Work):
             yield torch.stack([logits, self.labels[chosen]]).double().cpu().numpy()
 
     def share_of(self, some: Tensor) -> tuple[Tensor, list[int]]:
-        """Return the rank's shard of clicks, and the number of clicks of each rank."""
+        """Return the rank's shard of clicks, and the number of clicks on each rank."""
         ranks = self.comm.size
         spans = [span(len(some), rank, ranks) for rank in range(ranks)]
         start, stop = spans[self.comm.rank]

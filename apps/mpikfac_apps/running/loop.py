@@ -40,7 +40,7 @@ class Loop(ABC):
         rate: the learning rate in the options, for messages.
 
     Attributes:
-        unit: the name of the examples in records.
+        unit: what examples are called in records.
         saver: writes the checkpoints.
         speed: the time spent in steps.
         votes: what ranks exchange together with the gradients.

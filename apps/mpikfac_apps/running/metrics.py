@@ -33,8 +33,8 @@ class Meter:
     ) -> None:
         self.comm, self.alone = comm, alone
         self.loss = math.nan
-        # Sums of the loss and the measures, and the number of images: of this rank up to now, and
-        # of all ranks up to the last call.
+        # Sums of the loss and the measures, and the number of images: for this rank so far, and
+        # for all ranks as of the last call.
         self._here = torch.zeros(measures + 2, dtype=torch.float64, device=device)
         self._reported = torch.zeros(measures + 2, dtype=torch.float64)
 
@@ -150,7 +150,7 @@ class Speed:
 
     @contextmanager
     def step(self, images: int) -> Iterator[None]:
-        """Time the body as a step on `images` images of all ranks together."""
+        """Time the body as a step on a total of `images` images over all ranks."""
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start

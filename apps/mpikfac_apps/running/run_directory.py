@@ -128,7 +128,7 @@ class Record:
         self._trackers = trackers
 
     def row(self, step: int, **values: float) -> None:
-        """Append the finite values as a line to metrics.jsonl, rounded to 6 digits.
+        """Append the finite values, rounded to 6 digits, as a line to metrics.jsonl.
 
         Lines wait in memory while the disk is full.
         """

@@ -17,7 +17,7 @@ MEMORY = 50  # steps that L-BFGS remembers
 
 
 def stepper(name: str, task: EquationTask, rate: float | None, comm: mpikfac.comm.Comm) -> Step:
-    """Return the function with which the optimizer `name` takes steps.
+    """Return the step function of the optimizer `name`.
 
     Collective over: comm.
 
@@ -37,7 +37,7 @@ def stepper(name: str, task: EquationTask, rate: float | None, comm: mpikfac.com
 
 
 def sample_space(task: EquationTask, comm: mpikfac.comm.Comm) -> Step:
-    """Return Gauss-Newton steps in the space of residuals.
+    """Return the step function of Gauss-Newton in the space of residuals.
 
     Raises:
         ValueError: there are too many points.
@@ -59,7 +59,7 @@ def sample_space(task: EquationTask, comm: mpikfac.comm.Comm) -> Step:
 def first_order(
     optimizer: torch.optim.Optimizer, task: EquationTask, solution: Solution = by_jets
 ) -> Step:
-    """Return steps whose learning rate decays linearly to 0."""
+    """Return a step function whose learning rate decays linearly to 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
 
     def step(spent: float) -> None:
@@ -73,12 +73,12 @@ def first_order(
 
 
 def adam(task: EquationTask, rate: float) -> Step:
-    """Return steps of Adam."""
+    """Return the step function of Adam."""
     return first_order(torch.optim.Adam(task.parameters, lr=rate), task)
 
 
 def lbfgs(task: EquationTask, rate: float) -> Step:
-    """Return steps of L-BFGS with a line search, of up to 20 iterations each."""
+    """Return the step function of L-BFGS with a line search; a step is up to 20 iterations."""
     optimizer = torch.optim.LBFGS(
         task.parameters, lr=rate, history_size=MEMORY, line_search_fn="strong_wolfe"
     )
@@ -96,7 +96,7 @@ def lbfgs(task: EquationTask, rate: float) -> Step:
 
 
 def adam_then_lbfgs(task: EquationTask, rate: float) -> Step:
-    """Return steps of Adam in the first half of the time, and of L-BFGS in the second."""
+    """Return a step function that uses Adam for the first half of the time, then L-BFGS."""
     first, second = adam(task, rate), lbfgs(task, RATES["lbfgs"])
 
     def step(spent: float) -> None:
@@ -109,12 +109,12 @@ def adam_then_lbfgs(task: EquationTask, rate: float) -> Step:
 
 
 def soap(task: EquationTask, rate: float) -> Step:
-    """Return steps of SOAP."""
+    """Return the step function of SOAP."""
     return first_order(mpikfac.DistributedSOAP(with_coefficients(task), lr=rate), task)
 
 
 def kfac(task: EquationTask, rate: float) -> Step:
-    """Return steps of K-FAC, whose factors come from passes of the network itself."""
+    """Return the step function of K-FAC; the factors come from passes of the network itself."""
     optimizer = mpikfac.KFACOptimizer(with_coefficients(task), lr=rate)
     return first_order(optimizer, task, by_passes)
 

@@ -63,7 +63,7 @@ class Influence:
     predicted: Tensor | None
 
     def report(self, top: int) -> list[list[str]]:
-        """Return sections of lines with the images with the largest scores, and their labels."""
+        """Return sections of lines that list the images with the largest scores and their labels."""
         rows = [("query", "label", "most helpful images (label)", "most harmful images (label)")]
         for number, (scores, label) in enumerate(zip(self.scores[:top], self.query_labels)):
             images = self._largest(scores, top), self._largest(-scores, top)
@@ -123,7 +123,7 @@ def scored(
         progress: called before each pass.
 
     Raises:
-        UserError: the checkpoint has no factors of the network, or there are too many queries.
+        UserError: the checkpoint contains no factors, or there are too many queries.
     """
     path, problem, model = finished.path, finished.problem, finished.model
     comm = problem.comm
@@ -197,7 +197,7 @@ def queries_of(problem: Problem, count: int) -> tuple[Tensor, Tensor]:
 
 
 def write(found: Influence, finished: Finished, options: InfluenceOptions) -> None:
-    """Write all scores, with what they were computed from, to an HDF5 file.
+    """Write all scores, and what they were computed from, to an HDF5 file.
 
     Raises:
         OSError: the file cannot be written.

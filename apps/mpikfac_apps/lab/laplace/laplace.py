@@ -3,8 +3,9 @@
     mpikfac laplace runs/a --measure
     mpirun -n 4 mpikfac laplace runs/a --weights last --prior evidence
 
-The curvature at the weights of a checkpoint defines a Gaussian posterior over the weights. There
-are predictions from the weights themselves (MAP), linearised outputs, and sampled weights.
+The curvature at the weights of a checkpoint defines a Gaussian posterior over the weights.
+Predictions are made with the weights themselves (MAP), with linearised outputs, and with sampled
+weights.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def last_alone(model: nn.Module, covered: mpikfac.Coverage) -> mpikfac.Coverage:
 
 
 def write(found: Predictions, prior: Prior, finished: Finished, options: LaplaceOptions) -> None:
-    """Write all predictions, with what they were computed from, to an HDF5 file.
+    """Write all predictions, and what they were computed from, to an HDF5 file.
 
     Raises:
         OSError: the file cannot be written.

@@ -111,7 +111,7 @@ def variants(
     machine: mpikfac.predict.Machine,
     wires: Mapping[str, Mapping[str, str]],
 ) -> list[Row]:
-    """Return the predicted rows of all variants of the strategies, with `change` and `wires`.
+    """Return the predicted rows of all variants of the strategies, each with `change` and `wires`.
 
     Args:
         wires: the choices of compression to try, by name.

@@ -16,7 +16,7 @@ Verdict: TypeAlias = Literal[
 ]
 VERDICTS: dict[Verdict, str] = {
     "agrees": "differs by at most the tolerance",
-    "record agrees": "a recorded value differs by at most the tolerance; nothing was measured now",
+    "record agrees": "a recorded value differs by at most the tolerance; it was not measured again",
     "fitted": "differs by at most the tolerance, but a constant of the model was fitted to the "
     "expected value, so this does not test the model",
     "miss": "is known to differ by more than the tolerance; the reason follows. The exit code "
@@ -73,7 +73,7 @@ class Entry:
         how: a continuation of `found`: the machine model, the ranks and threads, or the date.
         tolerance: the largest deviation of a row without a `miss`.
         why: the reason for the tolerance.
-        seconds: the time of `command` on two idle cores.
+        seconds: the time that `mpikfac reproduce` takes on two idle cores.
         rows: computes the rows, in less than a minute.
         data: the data set that is read.
         anew: how to repeat the recorded measurements.
