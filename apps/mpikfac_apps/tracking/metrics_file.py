@@ -83,7 +83,7 @@ class MetricsFile:
         self._mend(counted)
 
     def _mend(self, counted: int) -> None:
-        """Warn about lost lines if the file is too short; let the next entry begin a new line."""
+        """If the file is too short, warn about lost lines, and cut off an incomplete last line."""
         if (on_disk := self._end()) < counted:
             self._file.truncate(self._content().rfind(b"\n") + 1)
             log.warning(
