@@ -154,8 +154,8 @@ BAD = {
     ),
     "choices of auto": (
         "--strategy=auto --machine=v100-edr --refresh.staleness=1",
-        "strategy=auto needs machine, and no other choices; machine is v100-edr, choices "
-        "are refresh.staleness",
+        "strategy=auto needs a machine and no other choices; got machine=v100-edr and the "
+        "choices refresh.staleness",
     ),
     "nobody trains": (
         "--strategy=curvature-servers --refresh.servers=6",

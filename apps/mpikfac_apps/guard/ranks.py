@@ -100,6 +100,6 @@ def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Optio
                 options = pickled.loads(content)
             except ValueError as error:
                 raise ValueError(
-                    f"on rank {comm.rank}, {error}; every rank needs the file, and what it imports"
+                    f"on rank {comm.rank}, {error}; every rank needs the file and what it imports"
                 ) from error
     return options

@@ -46,7 +46,7 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
         if not now < end < math.inf:
             raise ValueError(
                 f"SLURM_JOB_END_TIME={text} must be a unix time after {now:.0f} (now); "
-                "unset it if it is not this job's"
+                "unset it if it belongs to another job"
             )
         ends.append(end)
     return min(ends, default=None)

@@ -131,18 +131,20 @@ class Watchdog:
         try:
             self._look_until_closed()
         except Exception as error:
-            log.exception("the watchdog failed with %s: hangs go unnoticed", type(error).__name__)
+            log.exception(
+                "the watchdog failed with %s: hangs are no longer detected", type(error).__name__
+            )
 
     def _look_until_closed(self) -> None:
         told, counts = 0.0, True
         while not self._closed.wait(TICK):
             if self.clock.stopped - told > TOLD:
-                log.info("stopped for %.0f s, which are not counted", self.clock.stopped - told)
+                log.info("stopped for %.0f s, which do not count", self.clock.stopped - told)
                 told = self.clock.stopped
             if counts and not self.clock.runs:
                 counts = False
                 log.warning(
-                    "the watchdog's clock has failed: hangs go unnoticed; start the run again"
+                    "the watchdog's clock has failed: hangs are no longer detected; restart the run"
                 )
             with self._lock:
                 self._ending = self.clock() >= min(self._deadline, self._write_deadline)

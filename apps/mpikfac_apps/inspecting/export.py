@@ -59,7 +59,7 @@ def parse(argv: Sequence[str] | None) -> ExportOptions:
     if not paths:
         raise ValueError("pass at least one of --weights FILE, --average FILE and --factors FILE")
     if len(set(paths)) < len(paths):
-        raise ValueError(f"weights and average need two files, not {options.weights} twice")
+        raise ValueError(f"weights and average need different files, not {options.weights} twice")
     return options
 
 

@@ -39,7 +39,7 @@ def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(f"{path} is not a file of weights: {reason}") from error
     if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
-        raise ValueError(f"{path} must contain a state_dict: tensors by name, and nothing else")
+        raise ValueError(f"{path} must contain only a state_dict, which maps names to tensors")
     for name, tensor in tensors.items():
         # Strided tensors can reuse bytes, so a small file can describe a tensor of any size.
         if tensor.numel() * tensor.element_size() > len(content):
@@ -56,7 +56,7 @@ def _loaded(path: Path, content: bytes) -> object:
         unpacked = sum(record.file_size for record in zipfile.ZipFile(io.BytesIO(content)).filelist)
         if unpacked > len(content):
             raise ValueError(
-                f"records must be uncompressed: {unpacked:,} bytes in {len(content):,}"
+                f"its records must not be compressed: {len(content):,} bytes contain {unpacked:,}"
             )
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 

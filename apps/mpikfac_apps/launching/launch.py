@@ -116,7 +116,9 @@ def _check_timeout(timeout: str, name: str) -> None:
         ValueError: the limit is not a number of seconds, or the program has its own option.
     """
     if name in PROGRAMS:
-        raise ValueError(f"{TIMEOUT} {timeout} before {name} is for scripts; put it after {name}")
+        raise ValueError(
+            f"{TIMEOUT} {timeout} before {name} is only for scripts; put it after {name}"
+        )
     if not re.fullmatch(r"[0-9]{1,8}(\.[0-9]*)?", timeout) or not float(timeout):
         raise ValueError(f"{TIMEOUT} {timeout} must be a number of seconds > 0")
 
@@ -173,5 +175,6 @@ def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
         raise ValueError(f"in a PBS job, mpirun finds the hosts; use mpirun -n {ranks} {words}")
     if started := [name for name in RANK_VARIABLES if name in environ]:
         raise ValueError(
-            f"{started[0]} is set: a rank cannot start ranks; leave out mpirun, srun or torchrun"
+            f"{started[0]} is set, so this process is a rank and cannot start ranks; leave out "
+            f"mpirun, srun or torchrun"
         )

@@ -58,8 +58,8 @@ def _check_strategy(options: Options, ranks: int) -> None:
         raise ValueError(f"strategy=auto needs optimizer=kfac, not {options.optimizer}")
     if options.accumulate > 1 and strategy.transport.overlap:
         raise ValueError(
-            f"accumulate={options.accumulate} needs transport.overlap=false: messages are sent "
-            f"during the only backward pass of a step"
+            f"accumulate={options.accumulate} needs transport.overlap=false: overlapped messages "
+            f"need a single backward pass per step"
         )
     sync = strategy.sync
     if not sync.waits_for_all and options.optimizer == "kfac":

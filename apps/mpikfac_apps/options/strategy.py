@@ -108,8 +108,8 @@ def make_strategy(
         own = distribution.own_choices()
         if distribution.machine is None or own:
             raise ValueError(
-                f"strategy=auto needs machine, and no other choices; machine is "
-                f"{distribution.machine}, choices are {', '.join(own) or 'none'}"
+                f"strategy=auto needs a machine and no other choices; got "
+                f"machine={distribution.machine} and the choices {', '.join(own) or 'none'}"
             )
         return distribution.chosen, overrides  # `for_machine` makes the choices
     _, settings = get_strategy(distribution.strategy)

@@ -73,11 +73,13 @@ def _check_kinds(plan: Plan) -> None:
     stagger, sync = plan.strategy.refresh.stagger, plan.strategy.sync
     if stagger > 1:
         raise ValueError(
-            f"export: refresh.stagger={stagger} has a refresh for each slot; use refresh.stagger=1"
+            f"export: refresh.stagger={stagger} refreshes in slots, which a trace cannot show; use "
+            f"refresh.stagger=1"
         )
     if sync.local_steps or not sync.waits_for_all:
         raise ValueError(
-            f"export: sync={sync.name} has steps with and without an exchange; use sync=synchronous"
+            f"export: sync={sync.name} takes steps without an exchange, which a trace cannot show; "
+            f"use sync=synchronous"
         )
 
 
@@ -129,7 +131,7 @@ def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[
         return list(passing(message, team, team.index(rank)))
     if message.rule:
         raise ValueError(
-            f"export: Chakra has no rule to combine {message.stage!r}; use "
+            f"export: Chakra supports only means, also in stage {message.stage!r}; use "
             f"sync.aggregation=mean and sync.factor_aggregation=mean"
         )
     if message.primitive not in COLLECTIVES:

@@ -126,8 +126,8 @@ class Saver:
         self._guard.requests.saved(self._guard.clock() - self._began)
         if isinstance(error, mpikfac.RanksDifferError):
             raise mpikfac.UserError(
-                f"{error}; the run ends, because the ranks would stay different; restart it with "
-                f"--resume auto to continue from the last checkpoint"
+                f"{error}; the run ends, because the ranks would continue to differ; restart it "
+                f"with --resume auto to continue from the last checkpoint"
             ) from error
         if last:
             raise error
@@ -184,7 +184,7 @@ def check_steps(steps: int, named: int, end: int, limit: str) -> None:
         limit: the option that ends the run.
     """
     if steps != named:
-        raise ValueError(f"item 'trainer/steps' is {steps}; the manifest has step {named}")
+        raise ValueError(f"item 'trainer/steps' is {steps}, but the manifest has step {named}")
     if steps > end:
         raise ValueError(f"it has step {steps}, but this run ends at step {end}; raise {limit}")
 

@@ -184,7 +184,7 @@ class Loop(ABC):
         stopped = stopped and steps < self.steps
         if not stopped and self.votes.troubled():
             raise mpikfac.UserError(
-                f"a value of step {steps}, the last step, was not finite, so no checkpoint is "
+                f"a value in step {steps}, the last step, was not finite, so no checkpoint is "
                 f"written; try a smaller lr than {self.rate}"
             )
         self.guard.requests.ignore_signals()

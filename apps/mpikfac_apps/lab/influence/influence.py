@@ -137,7 +137,7 @@ def scored(
         print(f"no factors cover {names}: scores ignore these parameters", flush=True)
     if (changed := augmentations(problem.options)) and comm.rank == 0:
         what = f"{len(images):,} plain images and labels"
-        print(f"the run had {listed(changed)}: scores are those of the {what}", flush=True)
+        print(f"the run used {listed(changed)}, but scores are those of the {what}", flush=True)
     if problem.options.ema_decay and comm.rank == 0:
         print("scores are computed at the weights themselves, not at their averages", flush=True)
     model.eval()

@@ -138,11 +138,11 @@ def notes_of(finished: Finished, images: int) -> list[str]:
     softened = [*(["label_smoothing"] if run.label_smoothing else []), *augmentations(run)]
     if softened:
         found.append(
-            f"the run had {', '.join(softened)}: the evidence is that of the plain images and "
+            f"the run used {', '.join(softened)}, but the evidence is that of the plain images and "
             f"labels"
         )
     if run.ema_decay:
-        found.append("the posterior is around the weights themselves, not their averages")
+        found.append("the posterior is centred on the weights themselves, not on their averages")
     return found
 
 
