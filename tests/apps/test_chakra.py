@@ -197,7 +197,7 @@ def assert_in_order(nodes):
         (["--strategy", "daso", "--export", "chakra:x"], "sync=daso takes steps without"),
         (
             ["--strategy", "median", "--export", "chakra:x"],
-            "means, also in stage 'reduce gradients'",
+            "only means, also in stage 'reduce",
         ),
         (
             ["--transport.virtual_ranks", "2", "--export", "chakra:x"],

@@ -55,7 +55,10 @@ def outside_of_jobs(monkeypatch):
         ("-n 2 trane", "trane is neither a file nor a program of mpikfac; did you mean train?"),
         ("-n 2 no_file.py", "no_file.py is neither a file nor a program of mpikfac"),
         ("-n 2 compare runs/a", "compare does not run on several ranks; use mpikfac compare"),
-        ("-n 2 --watchdog_timeout 60 train", "--watchdog_timeout 60 before train is only for scr"),
+        (
+            "-n 2 --watchdog_timeout 60 train",
+            "--watchdog_timeout 60 before train is only for scripts; put it after train",
+        ),
         ("-n 2 --watchdog_timeout never train.py", "--watchdog_timeout never must be a number"),
         ("-n 2 --watchdog_timeout 60", "pass --watchdog_timeout SECONDS and a script"),
     ],

@@ -120,7 +120,7 @@ def check_directory(run_dir: Path, resume: str) -> None:
     """
     for path in (run_dir / name for name in FOLDERS):
         if path.is_symlink():
-            raise ValueError(f"{path} is a link; replace it with a folder, or link to {run_dir}")
+            raise ValueError(f"{path} is a link; use a folder, or make {run_dir} itself the link")
     names = set(os.listdir(run_dir)) - {"lock"}
     if resume != "auto" and names:
         raise ValueError("it is not empty; use another one, or resume=auto to continue the run")
