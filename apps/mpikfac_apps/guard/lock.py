@@ -44,7 +44,7 @@ class Holder:
 
     Attributes:
         token: unique to the run.
-        pids: the boot and the process namespace; pids can only be compared within one namespace.
+        pids: identifies the boot and the process namespace within which pids can be compared.
         born: the start time of the process, in ticks since boot, because pids are reused.
         job: the scheduler's name for the job, or "".
         attempt: the number of times Slurm has restarted the job; "" if the scheduler does not

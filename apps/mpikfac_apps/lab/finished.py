@@ -185,7 +185,7 @@ def announced(
     """Yield batches of this rank's images; rank 0 prints a line after every `LINES` of them.
 
     Args:
-        doing: what is computed from the batches, for the line.
+        doing: a description of the computation, for the printed line.
         size: the number of images in a batch.
         images: the total number of images.
     """

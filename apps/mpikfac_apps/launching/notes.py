@@ -35,7 +35,7 @@ KILLED = re.compile(
 
 
 class Output:
-    """A stream of a job, as written by the MPI launcher.
+    """An output stream of a job, as written by the MPI launcher.
 
     Args:
         target: the descriptor to which the stream is forwarded.

@@ -1,4 +1,4 @@
-"""Options that choose a type: the types that a joint accepts, by name, and the names of types.
+"""Options that choose a type: look up the types that a joint accepts, and the names of types.
 
 A joint is a field whose type is derived from `Choice`, such as `sync: Synchronization`. A name
 selects one of the known types; FILE.py:CLASS is a type defined by the user.

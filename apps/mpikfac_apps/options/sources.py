@@ -28,7 +28,7 @@ class Presets:
 
     Attributes:
         key: the option that names a preset.
-        values: returns the values by key of a name; none if the name is unknown.
+        values: returns the values of a preset by key, given its name; none for an unknown name.
     """
 
     key: str

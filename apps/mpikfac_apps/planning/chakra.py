@@ -175,7 +175,7 @@ def node(kind: int, attributes: Mapping[str, Any]) -> bytes:
 
 
 def attribute(name: str, value: bool | int | str) -> bytes:
-    """Return the field of a node with a name and a value."""
+    """Return a node's field for an attribute, given the attribute's name and value."""
     return field(10, field(1, name) + field(FIELDS[type(value)], value))
 
 

@@ -248,7 +248,7 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def power_of_n(power: int) -> str:
-    """Return a power of a factor's order, such as "n^3"."""
+    """Format a power of a factor's order, such as "n^3"."""
     return "n" if power == 1 else f"n^{power}"
 
 
@@ -280,7 +280,7 @@ def messages(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def steps(plan: mpikfac.plan.Plan) -> Iterator[list[str]]:
-    """Yield lines about each kind of step, in full if its messages differ."""
+    """Yield lines about each kind of step; messages that an earlier kind sends are not repeated."""
     kinds = KINDS_OF_STEP if plan.factors else [("Every step", False, False)]
     told: dict[tuple[Sent, ...], str] = {}
     for title, *kind in kinds:

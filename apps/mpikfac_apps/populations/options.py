@@ -25,7 +25,7 @@ OF_ONE_NETWORK = (
 
 @dataclass(frozen=True)
 class Search:
-    """A population that searches for learning rate and damping [populations].
+    """A population that searches for the learning rate and the damping [populations].
 
     Args:
         members: the number of networks. Each rank trains several members, or each group of ranks
@@ -63,7 +63,7 @@ class Search:
 
 @dataclass(frozen=True)
 class PopulationOptions:
-    """Train a population of networks, which searches for learning rate and damping.
+    """Train a population of networks that searches for the learning rate and the damping.
 
     Args:
         train: the options of the training of each member.

@@ -34,7 +34,7 @@ def replacements(
     Args:
         ranking: the members, the best first.
         lost: members that are replaced wherever they are in the ranking, except in first place.
-        worst: the fraction of the members that is replaced, from the end of the ranking.
+        worst: the fraction of the members to replace, taken from the end of the ranking.
         crossover: whether the second parent is drawn from all members that are kept.
     """
     count = max(1, int(worst * len(ranking)))

@@ -127,7 +127,7 @@ def curve_of(run: Path) -> Curve:
 
 
 def measure_of(variants: Variants) -> Measure:
-    """Return the measure of all runs."""
+    """Return the measure that all runs have in common."""
     return next(curve.measure for runs in variants.values() for curve in runs)
 
 

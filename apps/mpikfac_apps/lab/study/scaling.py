@@ -183,7 +183,7 @@ def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> flo
     """Return the predicted time of a mean step, in seconds.
 
     Raises:
-        ValueError: the options are invalid for the number of ranks, or the machine lacks times.
+        ValueError: the options are invalid for the number of ranks, or the machine has no times.
     """
     job = job_of(options, ranks, inv_update_steps(options, ranks))
     return mpikfac.predict.simulate(plan_of(options, ranks), machine, job).mean.seconds
