@@ -131,7 +131,7 @@ class Leaf:
         return typing.get_origin(self.kind) is Literal
 
     def check(self, value: Any) -> None:
-        """Check that numbers are within bounds and not huge, and that null is allowed.
+        """Check that numbers are within bounds and not huge, and that a null is allowed.
 
         Raises:
             ValueError: one line with key, value and bounds.

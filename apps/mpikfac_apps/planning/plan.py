@@ -280,7 +280,7 @@ def messages(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def steps(plan: mpikfac.plan.Plan) -> Iterator[list[str]]:
-    """Yield lines about each kind of step; messages that an earlier kind sends are not repeated."""
+    """Yield lines about each kind of step; if several send the same messages, list them once."""
     kinds = KINDS_OF_STEP if plan.factors else [("Every step", False, False)]
     told: dict[tuple[Sent, ...], str] = {}
     for title, *kind in kinds:

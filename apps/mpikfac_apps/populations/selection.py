@@ -92,7 +92,7 @@ def crossed(
 
 
 def of_layer(item: str, layer: str) -> bool:
-    """Return whether an item of a state belongs to a layer, as `model/3.weight` to layer 3."""
+    """Return whether an item of a state belongs to a layer, such as `model/3.weight` to layer 3."""
     return re.search(rf"/{re.escape(layer)}([.#]|/|$)", f"/{item.partition('/')[2]}") is not None
 
 

@@ -134,7 +134,7 @@ def listed(path: Path, *columns: str) -> Iterator[Row]:
 
 
 def known(path: Path, key: str) -> dict[str, Row]:
-    """Return the rows of a file by the values of a column; empty if there is no file."""
+    """Return the rows of a file, keyed by the values of a column; empty if there is no file."""
     return {row[key]: row for row in listed(path, key)} if path.exists() else {}
 
 

@@ -52,7 +52,7 @@ class StepVotes:
         self.troubles = 0
 
     def cast(self) -> None:
-        """Pass the votes to the next step: requests to this rank, and the progress of writing.
+        """Pass this rank's votes to the next step: its requests, and its progress in writing.
 
         Collective over: none.
         """

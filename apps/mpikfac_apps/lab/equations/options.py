@@ -1,4 +1,4 @@
-"""The options of a solver of equations; help does not import torch."""
+"""The options of the equation solver; help does not import torch."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Mach
 
 
 def of_rate(row: Row, options: AdviseOptions) -> list[str]:
-    """Return the learning rates for the batch of all ranks, by both rules."""
+    """Return lines with the learning rates for the batch of all ranks, according to both rules."""
     ranks, images = row["ranks"], max(row["images"], options.batch_per_rank)
     return [
         f"Learning rate for {number(ranks * images, 'image')}, instead of {images} on one rank",

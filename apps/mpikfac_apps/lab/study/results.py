@@ -303,7 +303,8 @@ def _kinds(
 def estimators(cells: Sequence[Cell]) -> dict[str, str]:
     """Return a letter for each variant; variants that compute the same results share a letter.
 
-    Letters compare cells on the same number of ranks, on which BatchNorm's statistics depend.
+    Compare letters only between cells on the same number of ranks, because BatchNorm's statistics
+    depend on this number.
     """
     letters: dict[str, str] = {}
     kinds: dict[str, str] = {}
