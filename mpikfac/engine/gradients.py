@@ -39,7 +39,7 @@ class Gradients:
         sender: reduces the arena over ranks; an extension can replace it.
         reader: copies gradients from the model, and directions to it.
         broken: the names of blocks whose average contains NaN or infinity, among those that this
-        rank updates; the step does not change them.
+            rank updates; the step does not change them.
         shortened: the factor by which `max_norm` scales the gradients of the step, `[]`; 1.0
             without a bound.
         weight: the rank's weight in averages; its mean over ranks is 1.
