@@ -23,7 +23,7 @@ class EquationsOptions:
         optimizer: "sample-space" for Gauss-Newton, on any number of ranks; or, on a single rank,
             "adam", "lbfgs", "adam-lbfgs" (half of the time each), "soap" or "kfac".
         rate: the learning rate, which "sample-space" does not use; null for the default.
-        seconds: the CPU seconds that each rank spends on steps.
+        seconds: the CPU seconds to spend on steps, as measured on rank 0.
         seed: the seed of initial weights and of points.
         picture: a file for a picture of the solution and of its error, .pdf, .png or .svg.
     """
