@@ -404,7 +404,7 @@ def test_a_refused_layer_is_left_out_with_the_librarys_message(file, capsys):
         ("FILE:mixed --input 3,4", "the model, given [3, 4], raised ValueError: expected 4D"),
         ("FILE:mixed --input 2,0", "whole number"),
         ("FILE:words --input 5 --tokens 7", "raised IndexError: index out of range in self"),
-        ("resnet20 --tokens 7", "--tokens 7 requires a model of your own, not resnet20"),
+        ("resnet20 --tokens 7", "--tokens 7 needs a model of your own, not resnet20"),
         (
             "FILE:backward --input 4",
             "a pass of the model in train() mode with 4 examples raised Runtime",

@@ -71,7 +71,7 @@ BAD = {
     "decay of 1": ("--kfac.factor_decay=1", "kfac.factor_decay=1.0 must be at least 0 and below 1"),
     "epochs that fall": (
         "kfac.damping: 0.1 until 9, 0.2 until 3, 0.3\n",
-        "kfac.damping=0.1 until 9, 0.2 until 3, 0.3 must be a finite number or null or numbers by",
+        "kfac.damping=0.1 until 9, 0.2 until 3, 0.3 must be a finite number or null or a schedule",
     ),
     "a schedule that is adapted": (
         "kfac: {damping_adapt: 5, grafting: none, damping: '0.1 until 9, 0.2'}\n",

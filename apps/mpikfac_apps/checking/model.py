@@ -76,7 +76,7 @@ def named_subject(
     torch.manual_seed(0)
     entry = models.network(name)
     if entry.image and tokens is not None:
-        raise ValueError(f"--tokens {tokens} requires a model of your own, not {name}")
+        raise ValueError(f"--tokens {tokens} needs a model of your own, not {name}")
     inputs = inputs or entry.image
     if inputs is None:
         raise ValueError("your own model needs --input, such as 3,32,32")

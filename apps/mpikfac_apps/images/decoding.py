@@ -76,7 +76,7 @@ def opened(encoded: bytes) -> Image.Image:
     except UnidentifiedImageError:
         raise ValueError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from None
     if image.mode[0] in "IF":  # Pillow would convert all values above 255 to white
-        raise ValueError(f"its pixels have 16 or 32 bits (mode {image.mode}); save it with 8 bits")
+        raise ValueError(f"its pixels have 16 or 32 bits (mode {image.mode}); store it with 8 bits")
     return image
 
 

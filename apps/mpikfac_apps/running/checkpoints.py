@@ -184,7 +184,7 @@ def check_steps(steps: int, named: int, end: int, limit: str) -> None:
         limit: the option that ends the run.
     """
     if steps != named:
-        raise ValueError(f"item 'trainer/steps' is {steps}, but the manifest has step {named}")
+        raise ValueError(f"item 'trainer/steps' is {steps}; the manifest has step {named}")
     if steps > end:
         raise ValueError(f"it has step {steps}, but this run ends at step {end}; raise {limit}")
 
