@@ -13,11 +13,11 @@ from mpikfac_apps.launching import programs
 from mpikfac_apps.launching.programs import PROGRAMS, RANK_VARIABLES
 
 EXTRA = ("docstring_parser", "jinja2", "jsonargparse", "matplotlib", "tabulate", "tqdm", "yaml")
-"""Modules installed by the extra `apps`, which the library alone does not need."""
+"""Modules that the extra `apps` installs; the library itself does not need them."""
 
 
 def command() -> NoReturn:
-    """Run the command `mpikfac`; a rank that fails ends all ranks, as under `python -m mpi4py`."""
+    """Run the `mpikfac` command; an error on any rank aborts all ranks, as with `-m mpi4py`."""
     try:
         sys.exit(main())
     except BaseException as error:
@@ -69,7 +69,7 @@ def usage() -> str:
     """Return the help text, one line per program."""
     lines = [f"  {name:<22}{program.purpose}" for name, program in PROGRAMS.items()]
     start = f"  {'launch':<22}start a program, or your own script, on several ranks under MPI"
-    hint = "mpikfac PROGRAM --help lists the options of a program."
+    hint = "Run mpikfac PROGRAM --help to list a program's options."
     return "\n".join(["usage: mpikfac PROGRAM [--key value ...]", "", start, *lines, "", hint])
 
 

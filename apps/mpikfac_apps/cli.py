@@ -1,4 +1,4 @@
-"""Functions that all programs share, for streams, error messages, files and checkpoints."""
+"""Functions for streams, error messages, files and checkpoints, shared by all programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def run(program: str, work: Callable[[], int]) -> int:
-    """Run a program's work; return its exit code, or 2 after a line about invalid input."""
+    """Run a program's work, and return its exit code.
+
+    If its input is invalid, print an error on a single line, and return 2.
+    """
     mend_streams()
     try:
         return work()
@@ -27,10 +30,10 @@ def run(program: str, work: Callable[[], int]) -> int:
 
 
 def mend_streams() -> None:
-    """Open closed streams on the null device, and escape what a stream cannot encode.
+    """Redirect closed streams to the null device, and escape what a stream cannot encode.
 
-    A file opened later would otherwise get the descriptor of a closed stream, and receive the text
-    that is written to the stream.
+    Otherwise, a file opened later would get the descriptor of a closed stream, and text written to
+    that stream would end up in the file.
     """
     for number in range(3):
         try:
@@ -46,7 +49,7 @@ def mend_streams() -> None:
 
 
 def complain(program: str, error: Exception) -> None:
-    """Print an error on a single line; escape unprintable characters, which files can contain."""
+    """Print an error on a single line, with unprintable characters escaped."""
     print(files.printable(f"{program}: {error}"), file=sys.stderr)
 
 
@@ -68,7 +71,7 @@ def path_of(text: str, *kinds: str) -> Path:
 
 
 def picture(text: str) -> Path:
-    """Return the path of a picture, .pdf, .png or .svg.
+    """Return `text` as the path of a picture: .pdf, .png or .svg.
 
     Raises:
         ValueError: the path has a different suffix.
@@ -77,7 +80,7 @@ def picture(text: str) -> Path:
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Write a matplotlib figure to a file, in the format that the suffix names.
+    """Write a matplotlib figure to a file, in the format given by the file's suffix.
 
     Raises:
         OSError: the file cannot be written.
@@ -99,5 +102,5 @@ def checkpoint_at(path: Path) -> Path:
         if root.is_dir() and (newest := mpikfac.checkpoint.latest_checkpoint(root)):
             return newest
     raise ValueError(
-        f"{path} has no complete checkpoint; pass the directory of a checkpoint or of a run"
+        f"{path} contains no complete checkpoint; pass the directory of a checkpoint or of a run"
     )

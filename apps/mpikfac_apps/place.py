@@ -1,4 +1,4 @@
-"""Describe where a rank runs: its device, cores and host, and versions of packages."""
+"""Describe where a rank runs: its device, cores, host and package versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class RankPlace(NamedTuple):
 
 
 def share_cores(comm: mpikfac.comm.Comm, threads: int | None) -> list[str]:
-    """Set torch's threads, by default to the rank's part of the node's cores; return all hosts.
+    """Set the number of torch threads, and return the host of each rank.
+
+    By default, the ranks on a node divide its cores equally.
 
     Collective over: world.
     """
@@ -42,7 +44,7 @@ def share_cores(comm: mpikfac.comm.Comm, threads: int | None) -> list[str]:
 
 
 def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
-    """Return facts other than options that can affect a result."""
+    """Return what, besides the options, can affect results, such as versions and the device."""
     packages = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -62,14 +64,14 @@ def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
 
 
 def _name(device: torch.device) -> str:
-    """Return the model of a GPU, or "cpu"."""
+    """Return the GPU's model name, or "cpu"."""
     if device.type == "cpu":
         return "cpu"
     return str(torch.get_device_module(device).get_device_name(device))
 
 
 def commit() -> str | None:
-    """Return the Git commit of the programs, with "-dirty" after changes; None outside Git."""
+    """Return the programs' Git commit, or None outside Git; "-dirty" marks uncommitted changes."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         ran = subprocess.run(

@@ -20,12 +20,12 @@ NONE = "\N{EN DASH}"
 
 
 def is_own(name: str) -> bool:
-    """Return whether a name refers to an object in a file, as FILE.py:CLASS."""
+    """Return whether a name refers to an object in a file, such as FILE.py:CLASS."""
     return ".py:" in name
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return whole numbers from 1 to `MOST` from a string such as "16,64".
+    """Parse whole numbers from 1 to `MOST` from a string such as "16,64".
 
     Raises:
         ValueError: the string has a different form.
@@ -42,12 +42,12 @@ def mib(size: float) -> str:
 
 
 def number(of: int, what: str) -> str:
-    """Format a number and a noun, such as "1 rank" or "2 ranks"."""
+    """Format a count and its noun, such as "1 rank" or "2 ranks"."""
     return f"{of} {what}" if of == 1 else f"{of} {what}s"
 
 
 def in_lines(words: Iterable[str], per_line: int = 4) -> list[str]:
-    """Return lines of words in `per_line` columns."""
+    """Return words as lines of `per_line` aligned columns."""
     cells = list(words)
     width = max(map(len, cells)) + 3
     lines = (cells[start : start + per_line] for start in range(0, len(cells), per_line))
@@ -100,11 +100,11 @@ def listed(names: Iterable[str]) -> str:
 
 
 def show(sections: Sequence[Sequence[str]]) -> None:
-    """Print sections of lines with an empty line between sections."""
+    """Print sections of lines, separated by empty lines."""
     text = "\n\n".join("\n".join(map(files.printable, section)) for section in sections)
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # the reader, for example `head`, has ended
+    except BrokenPipeError:  # the reader, for example `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

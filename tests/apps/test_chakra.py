@@ -188,14 +188,17 @@ def assert_in_order(nodes):
     [
         (["--export", "goal:x"], "export: goal:x must be chakra:FILE"),
         (["--export", "chakra:"], "export: chakra: must be chakra:FILE"),
-        (["--export", "chakra:/none/x"], "/none/x must be a file in a folder that exists"),
-        (["--strategy", "staggered", "--export", "chakra:x"], "stagger=5 has a refresh for each"),
+        (["--export", "chakra:/none/x"], "/none/x must be a file in an existing folder"),
+        (["--strategy", "staggered", "--export", "chakra:x"], "stagger=5 refreshes in slots, whi"),
         (
             ["--strategy", "downpour", "--export", "chakra:x"],
-            "sync=parameter-server has steps with and",
+            "sync=parameter-server takes steps without",
         ),
-        (["--strategy", "daso", "--export", "chakra:x"], "sync=daso has steps with and"),
-        (["--strategy", "median", "--export", "chakra:x"], "no rule to combine 'reduce gradients'"),
+        (["--strategy", "daso", "--export", "chakra:x"], "sync=daso takes steps without"),
+        (
+            ["--strategy", "median", "--export", "chakra:x"],
+            "only means, also in stage 'reduce",
+        ),
         (
             ["--transport.virtual_ranks", "2", "--export", "chakra:x"],
             "Send, Bcast of 'reduce gradients' has no",

@@ -404,19 +404,22 @@ def test_a_refused_layer_is_left_out_with_the_librarys_message(file, capsys):
         ("FILE:mixed --input 3,4", "the model, given [3, 4], raised ValueError: expected 4D"),
         ("FILE:mixed --input 2,0", "whole number"),
         ("FILE:words --input 5 --tokens 7", "raised IndexError: index out of range in self"),
-        ("resnet20 --tokens 7", "--tokens 7 needs your own model, not resnet20"),
+        ("resnet20 --tokens 7", "--tokens 7 needs a model of your own, not resnet20"),
         (
             "FILE:backward --input 4",
-            "a pass of the model in train() with 4 examples raised Runtime",
+            "a pass of the model in train() mode with 4 examples raised Runtime",
         ),
-        ("FILE:detached --input 4", "in train() with 4 examples raised RuntimeError: element 0"),
+        (
+            "FILE:detached --input 4",
+            "in train() mode with 4 examples raised RuntimeError: element 0",
+        ),
         (
             "FILE:changed --input 4",
-            "in train() with 4 examples raised RuntimeError: one of the var",
+            "in train() mode with 4 examples raised RuntimeError: one of the var",
         ),
         (
             "FILE:single --input 4",
-            "in train() with 4 examples raised RuntimeError: not in this way",
+            "in train() mode with 4 examples raised RuntimeError: not in this way",
         ),
         ("FILE:lazy --input 4", "0.weight has no shape yet; call the model once in lazy()"),
         ("FILE:lazy_norm --input 4", "1.weight has no shape yet; call the model once in lazy_nor"),

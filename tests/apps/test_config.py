@@ -71,7 +71,7 @@ BAD = {
     "decay of 1": ("--kfac.factor_decay=1", "kfac.factor_decay=1.0 must be at least 0 and below 1"),
     "epochs that fall": (
         "kfac.damping: 0.1 until 9, 0.2 until 3, 0.3\n",
-        "kfac.damping=0.1 until 9, 0.2 until 3, 0.3 must be a finite number or null or numbers by",
+        "kfac.damping=0.1 until 9, 0.2 until 3, 0.3 must be a finite number or null or a schedule",
     ),
     "a schedule that is adapted": (
         "kfac: {damping_adapt: 5, grafting: none, damping: '0.1 until 9, 0.2'}\n",
@@ -154,8 +154,8 @@ BAD = {
     ),
     "choices of auto": (
         "--strategy=auto --machine=v100-edr --refresh.staleness=1",
-        "strategy=auto needs machine, and no other choices; machine is v100-edr, choices "
-        "are refresh.staleness",
+        "strategy=auto needs a machine and no other choices; got machine=v100-edr and the "
+        "choices refresh.staleness",
     ),
     "nobody trains": (
         "--strategy=curvature-servers --refresh.servers=6",
@@ -192,7 +192,7 @@ BAD = {
     ),
     "a batch by epoch of 0": (
         "batch: 12 until 3, 0\n",
-        "must be a whole number >= 1 or null or numbers by epoch",
+        "must be a whole number >= 1 or null or a schedule such as",
     ),
     "two batches": ("--batch=12 --batch_per_rank=2", "batch=12 and batch_per_rank=2: set one of"),
     "no data": ("--data.name=cifar10", "data.path=null: cifar10 needs the directory"),

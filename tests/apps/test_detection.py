@@ -146,4 +146,4 @@ def test_torchvision_is_asked_for_in_one_line(monkeypatch, capsys):
         train.main(["--device=cpu"])
     errors = capsys.readouterr().err
     assert left.value.code == 2 and errors.count("\n") == 1
-    assert "detection needs the torchvision that matches torch" in errors
+    assert "detection needs a torchvision version that matches torch" in errors

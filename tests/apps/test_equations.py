@@ -92,7 +92,7 @@ def test_the_program_prints_its_progress_and_draws(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rate=1"], "rate=1 must be null with sample-space, which has no rate"),
+        (["--rate=1"], "rate=1 must be null: sample-space has no learning rate"),
         (["--points=4"], "points"),
         (["--points=7000"], "--points 7000 with 2331 given values is too much for sample-space"),
         (["--picture=x.txt"], "must end in"),
@@ -114,4 +114,4 @@ def test_ranks_share_the_points():
     ended = launch(2, "-m", "mpikfac_apps", "equations", *SMALL, "--optimizer=adam")
     assert ended.returncode == 2
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("mpikfac")]
-    assert re.search("optimizer=adam runs on one rank, not 2; use one, or sample-space", line)
+    assert re.search("optimizer=adam runs on one rank, not 2; use optimizer=sample-space", line)

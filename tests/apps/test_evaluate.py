@@ -172,7 +172,7 @@ def test_two_ranks_test_a_file_of_weights(ran):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("nothing", "mpikfac: evaluate nothing: nothing has no complete checkpoint"),
+        ("nothing", "mpikfac: evaluate nothing: nothing contains no complete checkpoint"),
         ("RUN --data_path=none", "data.path=none needs data.name=cifar10"),
         ("RUN --weights=none.pt", "mpikfac: reading none.pt: none.pt cannot be read: No such file"),
         (

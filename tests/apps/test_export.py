@@ -102,9 +102,9 @@ def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("nothing --weights m.pt", "nothing has no complete checkpoint"),
+        ("nothing --weights m.pt", "nothing contains no complete checkpoint"),
         ("run", "pass at least one of --weights FILE, --average FILE and --factors FILE"),
-        ("run --weights m.pt --average m.pt", "weights and average need two files, not m.pt twice"),
+        ("run --weights m.pt --average m.pt", "weights and average need different files, not m.pt"),
         ("run --average m.pt", "has no averaged weights; its run had ema_decay=0"),
         ("run --weights m.bin", "m.bin must end in .pt or .safetensors"),
         ("run --factors f.npy", "f.npy must end in .npz"),

@@ -99,7 +99,7 @@ def test_scores_are_of_smoothed_labels_and_of_exact_passes(tmp_path, capsys):
     assert influence.main([f"{run}", f"--queries={QUERIES}", f"--out={out}", "--device=cpu"]) == 0
     printed = capsys.readouterr().out
     assert "scores are computed at the weights themselves" in printed
-    assert "the run had data.augment: scores are those of the 120 plain images" in printed
+    assert "the run used data.augment, but scores are those of the 120 plain images" in printed
     scores, own = by_hand(run, 0.2)
     with h5py.File(out) as file:
         found = torch.from_numpy(file["scores"][()]), torch.from_numpy(file["self"][()])

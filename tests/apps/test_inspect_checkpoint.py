@@ -240,9 +240,9 @@ def test_layers_stand_in_natural_order():
     [
         (
             "nothing",
-            "nothing has no complete checkpoint; pass the directory of a checkpoint or of a run",
+            "nothing contains no complete checkpoint; pass the directory of a checkpoint or of a ",
         ),
-        ("config.yaml", "has no complete checkpoint"),
+        ("config.yaml", "contains no complete checkpoint"),
         ("first-order --picture s.gif", "s.gif must end in .pdf, .png or .svg"),
         ("first-order --picture s.png", "no factors to draw"),
         ("", "path"),

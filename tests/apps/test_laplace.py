@@ -223,7 +223,7 @@ def test_a_run_without_factors_is_measured(tmp_path, capsys):
     assert laplace.main([f"{tmp_path}/run", "--measure", "--samples=0", WHERE]) == 0
     printed = capsys.readouterr().out
     assert f"weight_decay=0.01 is a prior of precision {IMAGES * 0.01:g}" in printed
-    assert "the run had label_smoothing, data.augment: the evidence is that of the" in printed
+    assert "the run used label_smoothing, data.augment, but the evidence is that of the" in printed
     assert "not their averages" in printed
 
 

@@ -55,7 +55,10 @@ def outside_of_jobs(monkeypatch):
         ("-n 2 trane", "trane is neither a file nor a program of mpikfac; did you mean train?"),
         ("-n 2 no_file.py", "no_file.py is neither a file nor a program of mpikfac"),
         ("-n 2 compare runs/a", "compare does not run on several ranks; use mpikfac compare"),
-        ("-n 2 --watchdog_timeout 60 train", "--watchdog_timeout 60 before train is for scripts"),
+        (
+            "-n 2 --watchdog_timeout 60 train",
+            "--watchdog_timeout 60 before train is only for scripts; put it after train",
+        ),
         ("-n 2 --watchdog_timeout never train.py", "--watchdog_timeout never must be a number"),
         ("-n 2 --watchdog_timeout 60", "pass --watchdog_timeout SECONDS and a script"),
     ],
@@ -80,15 +83,15 @@ def test_a_program_refuses_its_options_before_ranks_start(capsys, monkeypatch):
     [
         (
             "SLURM_JOB_ID",
-            "Slurm starts a job's ranks; use srun --mpi=pmi2 -n 3 mpikfac train --lr=1",
+            "in a Slurm job, srun starts the ranks; use srun --mpi=pmi2 -n 3 mpikfac train --lr=1",
         ),
         (
             "PBS_JOBID",
-            "PBS knows a job's hosts; use mpirun -n 3 mpikfac train --lr=1",
+            "in a PBS job, mpirun finds the hosts; use mpirun -n 3 mpikfac train --lr=1",
         ),
         (
             "PMIX_RANK",
-            "PMIX_RANK is set: a rank cannot start ranks; leave out mpirun, srun or torchrun",
+            "PMIX_RANK is set, so this process is a rank and cannot start ranks; leave out mpirun",
         ),
     ],
 )

@@ -267,7 +267,7 @@ def test_a_checkpoint_of_timms_training_is_one_line(tmp_path):
     """Oracle: the form of timm's checkpoints: the state_dict is one of several entries."""
     file = tmp_path / "last.pth.tar"
     torch.save({"epoch": 3, "arch": "resnet18", "state_dict": small().state_dict()}, file)
-    with pytest.raises(ValueError, match="must contain a state_dict: tensors by name, and nothing"):
+    with pytest.raises(ValueError, match="must contain only a state_dict, which maps"):
         weights.read(file, small())
 
 
@@ -360,7 +360,7 @@ class Harm:
         (None, "cannot be read: No such file or directory"),
         (b"text", "is not a file of weights: "),
         ({"weight": Harm()}, "is not a file of weights: "),
-        ({"epoch": 3}, "must contain a state_dict: tensors by name, and nothing else"),
+        ({"epoch": 3}, "must contain only a state_dict, which maps names to tensors"),
         ([torch.ones(2)], "must contain a state_dict"),
     ],
 )
@@ -403,7 +403,7 @@ def holes(file):
 @pytest.mark.parametrize(
     ("make", "suffix", "message"),
     [
-        (packed, ".pt", "records must be uncompressed: "),
+        (packed, ".pt", "its records must not be compressed: "),
         (overlapping, ".pt", "2.weight is larger than the file"),
         (holes, ".pt", "it has 21,474,836,480 bytes; at most 1,073,7"),
         (holes, ".safetensors", "it has 21,474,836,480 bytes; at most 1,073,7"),

@@ -130,7 +130,7 @@ def test_distances_are_shares_of_the_norms():
 @pytest.mark.parametrize(
     ("arguments", "ranks", "text"),
     [
-        ([], 6, r"population.members=4 must divide the number of ranks \(6\), or be at least as"),
+        ([], 6, r"population.members=4 must divide the number of ranks \(6\), or be at least this"),
         (["--population.members=1"], 1, "population.members=1 must be a whole number >= 2"),
         (["--sync=local-sgd"], 2, "a population needs sync=synchronous, not local-sgd"),
         (["--kfac.damping=1 until 3, 2"], 1, "a population needs a single damping, not 1"),

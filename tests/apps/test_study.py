@@ -227,7 +227,7 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
         ({"matrix": {"ranks": [1]}}, "matrix.strategy=None must be a list of at least one value"),
         ({"matrix": {"strategy": "sgd", "ranks": [1]}}, "matrix.strategy=sgd must be a list"),
         ({"matrix": {"strategy": ["sgd"], "ranks": [0]}}, "matrix.ranks: 0 must be a whole number"),
-        ({"matrix": {"strategy": ["sgd"], "ranks": [2, 2]}}, "must not name a value twice"),
+        ({"matrix": {"strategy": ["sgd"], "ranks": [2, 2]}}, "must not contain a value twice"),
         (
             {"matrix": {"strategy": ["sdg"], "ranks": [1]}},
             "unknown strategy sdg; did you mean sgd",
@@ -247,7 +247,7 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
         ({"base": "nowhere.yaml"}, "base=nowhere.yaml is not a file"),
         (
             {"options": {"batch": "60 until 1, 120"}},
-            "batch=60 until 1, 120 must be a single number: a study compares steps",
+            "batch=60 until 1, 120 must be a single number, so steps can be compared",
         ),
         ({"options": {"batch": 120, "lr": -1}}, "lr=-1.0 must be a finite number > 0"),
         (

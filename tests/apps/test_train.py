@@ -354,7 +354,7 @@ def test_resume_auto_starts_a_run_that_was_killed_before_its_first_checkpoint(tm
         ("--seed=1 --resume=auto", "it was saved with seed=0; this run has 1; pass --seed=0"),
         ("--model=resnet20 --resume=auto", "it was saved with model=digits_cnn; this run has resn"),
         ("--data.augment=true --resume=auto", "this run has true; pass --data.augment=false"),
-        ("", "is not empty; use another one, or resume=auto to continue its run"),
+        ("", "is not empty; use another one, or resume=auto to continue the run"),
         ("--data.train_images=9 --resume=auto", "this run has 9; pass --data.train_images=360"),
         ("--kfac.skip=[nine] --resume=auto", "nine"),
     ],
@@ -507,7 +507,7 @@ def test_a_run_whose_last_step_is_not_finite_is_not_complete(tmp_path, capfd):
     with pytest.raises(SystemExit) as leave:
         train.main(arguments(tmp_path, "--optimizer=sgd", "--lr=1e18", "--max_steps=2"))
     assert leave.value.code == 2
-    assert "a value of step 2, the last step, was not finite" in capfd.readouterr().err
+    assert "a value in step 2, the last step, was not finite" in capfd.readouterr().err
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 

@@ -1,1 +1,1 @@
-"""Check a user's model: the layers that K-FAC covers, and their results against autograd."""
+"""Check a user's model: which layers K-FAC covers, and whether their results match autograd."""

@@ -3,9 +3,10 @@
     mpikfac check resnet20
     mpikfac check my_models.py:build --input 3,32,32
     mpikfac check my_models.py:translator --input 16 --tokens 1000
-    mpirun -n 2 mpikfac check resnet20      # also compares strategies with one process
+    mpirun -n 2 mpikfac check resnet20      # also compares strategies with a single process
 
-A file can set COVERS, the value of `covers` for `KFAC`. The exit code is 1 if a result is wrong.
+A model's file can define COVERS, which is passed to `Coverage` as `covers`. The exit code is 1 if a
+result is wrong.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def wrapped(names: Sequence[str]) -> list[str]:
 
 
 def form(layer: mpikfac.LayerShape) -> str:
-    """Describe a layer's factors by their orders, as "A 27, G 16" or "A 16 x 9, G 16 x 1"."""
+    """Describe a layer's factors by their orders, such as "A 27, G 16" or "A 16 x 9, G 16 x 1"."""
     sides = []
     for side in layer.sides:
         factors = layer.side(side)
@@ -160,7 +161,7 @@ def why_not(name: str, module: nn.Module, subject: Subject, ties: Sequence[str])
     """Return the reason why a module is not covered.
 
     Args:
-        ties: all names of the parameter that it shares with modules that compute something else.
+        ties: all names of the parameter that the module shares with modules of another kind.
     """
     if not any(p.requires_grad for p in module.parameters(recurse=False)):
         return "frozen"
@@ -190,9 +191,10 @@ def numbers(findings: Mapping[str, Finding], examples: int) -> list[str]:
         rows.append((shown(name), str(finding.vectors), *cells, judged(finding)))
     return [
         f"Errors: relative, in float64, {number(examples, 'example')}",
-        "  A, G: recorded factors, against factors from the vectors that the module itself uses",
-        "  gradient: sums of g a^T, against autograd for each example alone and for the model",
-        f"  eigen, inverse: preconditioners, against dense solves up to order {LARGEST_PRODUCT:,}",
+        "  A, G: recorded factors, compared with those of the vectors that the module itself uses",
+        "  gradient: sums of g a^T, compared with autograd for each example and for the model",
+        "  eigen, inverse: preconditioners, compared with dense solves up to order "
+        f"{LARGEST_PRODUCT:,}",
         *table(rows),
     ]
 
@@ -213,9 +215,9 @@ def strategies(ranks: int, errors: Mapping[str, float]) -> list[str]:
     rows = [("strategy", "difference", "")]
     rows += [(name, f"{off:.0e}", "ok" if alike(off) else "WRONG") for name, off in errors.items()]
     return [
-        f"Strategies: weights after {STEPS} steps on {ranks} ranks, against one process with all",
-        "  examples; differences relative to the largest change of a weight; only covered layers",
-        "  are in train() mode",
+        f"Strategies: weights after {STEPS} steps on {ranks} ranks, compared with one process that",
+        "  uses all examples. Differences are relative to the largest change of a weight; only",
+        "  covered layers are in train() mode",
         *table(rows),
     ]
 
@@ -245,7 +247,7 @@ def plans(subject: Subject, ranks: int) -> list[str]:
 
 
 def cost(subject: Subject, examples: int) -> list[str]:
-    """Return lines about the operations of a step on one rank, with a remedy if there are many."""
+    """Return lines about the operations in a step on one rank, with a remedy if there are many."""
     model, (inputs, _) = subject.copied(), subject.batch(examples, seed=0)
     layers, others = mpikfac.layers.cover(model, subject.coverage)
     calls = mpikfac.layers.call_sizes(model, layers, inputs)
@@ -254,8 +256,8 @@ def cost(subject: Subject, examples: int) -> list[str]:
     plan = mpikfac.make_plan(shapes, 1, mpikfac.Strategy(), tensors)
     run = foreseen(kfac, Inverse(), {}, (shapes, tensors), plan, calls, 1)
     remedy = (
-        "use a larger batch; or smaller blocks of factors, with a rule of mpikfac.Coverage that "
-        "sets a smaller `largest`; or grafting=mpikfac.AdamGrafting(orthogonalize=False)"
+        "use a larger batch; divide factors into smaller blocks, with a rule in mpikfac.Coverage "
+        "that sets a smaller `largest`; or set grafting=mpikfac.AdamGrafting(orthogonalize=False)"
     )
     texts = [f"One rank, {number(examples, 'example')}: {run.line}"] if run.line else []
     if run.times > 2:

@@ -1,4 +1,4 @@
-"""Compare a model's layers with autograd, with dense solves, and with training on several ranks."""
+"""Compare a model's layers with autograd and dense solves, and several ranks with a single one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mpikfac_apps.checking.model import Batch, Subject, loss
 from mpikfac_apps.planning.facts import strategy_of
 
 TOLERANCE = 1e-9  # relative, in float64
-OF_WEIGHTS = 1e-6  # larger, because a model can compute parts in float32
+OF_WEIGHTS = 1e-6  # larger, because parts of a model can compute in float32
 DAMPING = 0.03
 STRATEGIES = ("comm-opt", "mem-opt", "hybrid", "sharded-optimizer", "deferred-sharded")
 PLAIN = "sgd"  # the name of training with averaged gradients, without K-FAC
 STEPS = 2
-LARGEST_ORDER = 5000  # order of a densely computed factor
-LARGEST_CALL = 2**26  # elements of all vectors a of a layer
-LARGEST_PRODUCT = 2500  # order of a fully computed Kronecker product
+LARGEST_ORDER = 5000  # maximum order of a factor in the reference computation
+LARGEST_CALL = 2**26  # maximum number of elements in all vectors a of a layer
+LARGEST_PRODUCT = 2500  # maximum order of a Kronecker product that is computed in full
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckedStep:
-    """The output of K-FAC for a batch: factors, gradient and direction by layer."""
+    """K-FAC's results for a batch: the factors, gradient and direction of each layer."""
 
     factors: Mapping[str, Mapping[str, Tensor]]
     gradients: Mapping[str, Tensor]
@@ -104,13 +104,13 @@ def examples_of(uses: Sequence[Sequence[reference.Call]]) -> int:
 
 
 def with_all_layers(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names of layers whose modules have all their layers in `names`."""
+    """Return `names` without the layers whose module also has layers that are not in `names`."""
     left = {id(module) for name, module in module_of.items() if name not in names}
     return [name for name in names if id(module_of[name]) not in left]
 
 
 def survey(parts: Sequence[mpikfac.Layer], uses: Sequence[Sequence[reference.Call]]) -> Finding:
-    """Return a finding with the size of a layer, before any comparison."""
+    """Return a finding without comparisons: only the layer's size."""
     vectors = [sum(part.positions(c.g) for c in calls) for part, calls in zip(parts, uses)]
     shape, most = parts[0].shape, max(vectors, default=0)
     elements = sum(vectors) * shape.groups * shape.inputs
@@ -125,7 +125,7 @@ def one_step(
     preconditioner: str,
     names: Container[str],
 ) -> CheckedStep:
-    """Return factors, gradients and directions of a batch, for layers in `names`.
+    """Return what K-FAC computes from a batch for the layers in `names`.
 
     Collective over: comm.
     """
@@ -133,7 +133,7 @@ def one_step(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     skip = [*subject.coverage.skip, *others(subject, model, names)]
     coverage = dataclasses.replace(subject.coverage, skip=skip)
-    with without_warnings():  # K-FAC would warn about layers that are left out on purpose
+    with without_warnings():  # K-FAC would warn about layers that are skipped on purpose
         kfac = mpikfac.KFAC(
             model,
             optimizer,
@@ -148,7 +148,7 @@ def one_step(
     gradients = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
     kfac.precondition()
     directions = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
-    state = kfac.state_dict()  # a single process has all factors
+    state = kfac.state_dict()  # contains all factors, because there is only one process
     factors = {layer.name: recorded(state, layer.shape) for layer in kfac.layers}
     return CheckedStep(factors, gradients, directions)
 
@@ -174,7 +174,7 @@ def others(subject: Subject, model: nn.Module, names: Container[str]) -> list[st
 
 
 def recorded(state: Mapping[str, Tensor], form: mpikfac.LayerShape) -> dict[str, Tensor]:
-    """Return those factors `[groups, order, order]` of a layer that a trainer's state contains."""
+    """Return a layer's factors `[groups, order, order]` from a trainer's state."""
     factors = {}
     for side in form.sides:
         (factor,) = form.side(side)
@@ -191,7 +191,7 @@ def autograd_errors(
     uses: Sequence[Sequence[reference.Call]],
     step: CheckedStep,
 ) -> dict[str, float]:
-    """Return relative errors of factors, and of gradients as sums of `g a^T` over examples."""
+    """Return the relative errors of the factors, and of the gradient as the sum of all `g a^T`."""
     both = list(zip(parts, uses))
     expected = [reference.factors(part, calls) for part, calls in both]
     errors = {
@@ -244,11 +244,11 @@ def differences(
     strategies: Sequence[str] = STRATEGIES,
     steps: int = STEPS,
 ) -> dict[str, float]:
-    """Return how much each strategy's weights differ from those of one process with all examples.
+    """Return how much the weights differ, for each strategy, from training on a single process.
 
-    This is the largest difference on any rank after a few steps, relative to the largest change of
-    a weight. The first entry is for averaged gradients without K-FAC: if it is large, the model
-    itself causes the differences.
+    The single process trains on all examples. A difference is the largest on any rank after a few
+    steps, relative to the largest change of a weight. The first entry is for averaged gradients
+    without K-FAC: if it is large, the model itself causes the differences.
 
     Collective over: comm.
     """
@@ -313,7 +313,7 @@ def distributed(
         damping=DAMPING,
         inv_update_steps=1,
         preconditioner=preconditioner,
-        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam would magnify rounding errors in zeros
+        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam would magnify rounding errors of zero gradients
         coverage=coverage,
     )
     for layer in kfac.layers:

@@ -1,4 +1,4 @@
-"""Find products inside attention modules and recurrent cells, which use no submodules for them.
+"""Record products inside attention modules and recurrent cells, which use no submodules for them.
 
 Attention modules call `F.linear`. Cells are rewritten in terms of `F.linear`, following their
 formulas in torch's documentation.
@@ -22,7 +22,13 @@ MODULES = (nn.MultiheadAttention, nn.RNNCellBase)
 
 
 class Use(NamedTuple):
-    """A product: its input `[batch, positions, inputs]`, its output, and the columns to use."""
+    """A product inside a module.
+
+    Attributes:
+        x: the input, `[batch, positions, inputs]`.
+        y: the tensor that contains the output.
+        columns: the columns of `y` that are the output.
+    """
 
     x: Tensor
     y: Tensor
@@ -35,7 +41,7 @@ def is_inside(layer: mpikfac.Layer) -> bool:
 
 
 def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
-    """Return the weights by which the layer, or each of its groups, multiplies."""
+    """Return a layer's weight matrices: one, or one per group."""
     if layer.shape.groups == 1:
         return [layer.parameters[0]]
     module = layer.module
@@ -46,7 +52,7 @@ def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
 
 
 def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
-    """Return layers of separate `Linear` modules, one for the product or for each of its groups."""
+    """Split a layer inside a module into one `Linear` layer per group; keep other layers as one."""
     if not is_inside(layer):
         return [layer]
     matrix = torch.empty(layer.shape.gradient).to(layer.parameters[0])
@@ -66,7 +72,7 @@ def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
 
 @contextmanager
 def watched(layers: Sequence[mpikfac.Layer]) -> Iterator[dict[str, list[list[Use]]]]:
-    """Record all products inside modules of `layers`, by the layer's name and by group."""
+    """Record the products that `layers` compute in this context, by layer name and group."""
     plain, examples = F.linear, dict[int, int]()
     seen: dict[str, list[list[Use]]] = {
         layer.name: [[] for _ in weights_of(layer)] for layer in layers

@@ -21,8 +21,8 @@ class Subject:
     """A model in float64, with inputs and coverage.
 
     Attributes:
-        coverage: covering classes by type of module; modules that the library rejects are skipped.
-        refused: modules that the library cannot cover, with the library's message.
+        coverage: which modules K-FAC covers; modules that the library rejects are skipped.
+        refused: the names of modules that cannot be covered, each with the library's message.
         inputs: the shape of an example.
         tokens: the vocabulary size if examples are tokens; None if they are real numbers.
         outputs: the shape of the model's output for an example: classes, and positions if any.
@@ -48,7 +48,7 @@ class Subject:
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean cross entropy; random draws such as dropout's are the same every time."""
+    """Return the mean cross entropy; random draws, such as dropout masks, are always the same."""
     torch.manual_seed(0)
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -61,14 +61,14 @@ def check_passes(subject: Subject, examples: int, ranks: int) -> None:
     """
     for training in [True] if ranks == 1 else [True, False]:
         mode = "train" if training else "eval"
-        with own.one_line_errors(f"a pass of the model in {mode}() with {examples} examples"):
+        with own.one_line_errors(f"a pass of the model in {mode}() mode with {examples} examples"):
             loss(subject.copied().train(training), subject.batch(examples, seed=0)).backward()
 
 
 def named_subject(
     name: str, inputs: tuple[int, ...] | None, classes: int, tokens: int | None = None
 ) -> Subject:
-    """Return the network `name`.
+    """Return the network `name` as a subject.
 
     Raises:
         ValueError: no network has this name, it rejects the input, or it has nothing to train.
@@ -76,7 +76,7 @@ def named_subject(
     torch.manual_seed(0)
     entry = models.network(name)
     if entry.image and tokens is not None:
-        raise ValueError(f"--tokens {tokens} needs your own model, not {name}")
+        raise ValueError(f"--tokens {tokens} needs a model of your own, not {name}")
     inputs = inputs or entry.image
     if inputs is None:
         raise ValueError("your own model needs --input, such as 3,32,32")

@@ -1,4 +1,4 @@
-"""The options of the model check; help does not import torch."""
+"""The options of the model check; printing the help does not import torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class CheckOptions:
     """Check which layers of a model K-FAC covers, and compare its results with autograd.
 
     Args:
-        model: the model: a network by name, such as resnet20; a network from timm, as timm:NAME; or
-            FILE.py:FUNCTION, where the function returns the model.
-        input: the shape of an example, such as 3,32,32. null for the default shape of a network by
-            name; required for a model from FILE.py.
-        tokens: the vocabulary size of a model whose examples are tokens, integers below
-            `tokens`; null if examples are real numbers.
-        classes: the number of classes, for networks by name and functions that take `classes`.
+        model: the model: the name of a network, such as resnet20; timm:NAME for a network from
+            timm; or FILE.py:FUNCTION, where the function returns the model.
+        input: the shape of an example, such as 3,32,32. null for a named network's default shape;
+            required for a model from FILE.py.
+        tokens: the vocabulary size if examples are tokens, which are integers below `tokens`; null
+            if examples are real numbers.
+        classes: the number of classes, for named networks and functions that take `classes`.
         batch: the number of examples on each rank.
         ranks: the number of ranks to plan for; null for all ranks of the job, or for 4 if the job
             has a single rank.

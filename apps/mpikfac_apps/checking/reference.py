@@ -1,8 +1,8 @@
 """Compute K-FAC from its definition, with the modules' own outputs and full Kronecker products.
 
 The check compares a model's layers with the results of this module, in which nothing is optimised
-or distributed. From the library, it uses only the layer's map between its matrices and the elements
-of weight, bias and outputs.
+or distributed. The only library code it uses is each layer's mapping between its matrices and the
+elements of weight, bias and outputs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def output_vectors(layer: mpikfac.Layer, g: Tensor) -> Tensor:
 
 @torch.no_grad()
 def input_vectors(layer: mpikfac.Layer, x: Tensor) -> Tensor:
-    """Return all `a` `[batch, shared, groups, inputs]`, from outputs of the layer's module.
+    """Return all `a` `[batch, shared, groups, inputs]`, computed from outputs of the module.
 
     Outputs are linear in the weight: if the weight's rows are unit vectors, the outputs are the
     elements of `a`.
@@ -105,7 +105,7 @@ def input_vectors(layer: mpikfac.Layer, x: Tensor) -> Tensor:
         columns.append((outputs() - of_bias)[..., : len(rows)])
     vectors = torch.cat(columns, -1)
     if (padding := getattr(layer.module, "padding_idx", None)) is not None:
-        vectors[..., padding] = 0  # the padding of an embedding has no gradient
+        vectors[..., padding] = 0  # an embedding's padding entry has no gradient
     return vectors
 
 
@@ -166,7 +166,7 @@ def norm_gradients(layer: mpikfac.Layer, call: Call) -> Tensor:
         parameter.fill_(float(name == "weight"))
     of = {"weight": call.g * module(call.x), "bias": call.g}
     trained = [of[name] for name, p in layer.module.named_parameters() if p.requires_grad]
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # units come last, otherwise second
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # units are last; otherwise, second
         sums = [product.reshape(len(product), -1, layer.shape.groups).sum(1) for product in trained]
     else:
         sums = [product.reshape(len(product), layer.shape.groups, -1).sum(2) for product in trained]
@@ -185,7 +185,7 @@ def kronecker_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> T
 def tikhonov_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
     """Solve with factored Tikhonov: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G.
 
-    A factor of zeros, such as G before a layer initialised to zero, has no scale, so pi is 1.
+    A factor that is zero, such as G before a layer initialised to zero, has no scale, so pi is 1.
     """
     means = a.trace() / len(a), g.trace() / len(g)
     pi = (means[0] / means[1]) ** 0.5 if all(mean > 0 for mean in means) else 1.0

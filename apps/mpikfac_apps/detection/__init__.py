@@ -1,1 +1,1 @@
-"""Detection: drawn shapes, torchvision's Mask R-CNNs, average precision, and training."""
+"""Object detection: drawn shapes, torchvision's Mask R-CNNs, average precision, and training."""

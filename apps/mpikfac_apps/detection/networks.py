@@ -38,7 +38,7 @@ def torchvision() -> Any:
     except (ImportError, OSError, RuntimeError) as error:
         about = " ".join(str(error).split())
         raise ValueError(
-            f"detection needs the torchvision that matches torch: {about}; in a separate "
+            f"detection needs a torchvision version that matches torch: {about}; in a separate "
             f"environment, run pip install 'mpikfac[apps,detection]'; see "
             f"docs/extensions/detection.md"
         ) from error
@@ -85,7 +85,7 @@ class Pyramid(nn.Module):
     """Four convolutions, and a feature pyramid at 1/4 and 1/8 of the resolution.
 
     Attributes:
-        out_channels: the number of channels of both levels, which torchvision reads.
+        out_channels: the number of channels at both levels; torchvision reads it.
     """
 
     def __init__(self, vision: Any, channels: int) -> None:

@@ -1,13 +1,13 @@
-"""Measure detections: mean average precision at one overlap, over all points of the curve.
+"""Compute mean average precision at one overlap, over all points of the precision-recall curve.
 
     found     a detection is right if it overlaps a shape of its class, in its image, by at least
               `OVERLAP`, and no detection with a higher score has found the shape
     precision the fraction of detections that are right, among those with at least a given score
-    average   the mean over all shapes of a class of the best precision at which a shape is found;
-              0 for a shape that is never found
+    average   the mean, over all shapes of a class, of the best precision at which the shape is
+              found; 0 for a shape that is never found
 
 The overlap is intersection over union. COCO's measure is different: it averages the precision at
-101 points, over ten overlaps.
+101 values of the recall and at ten overlaps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OVERLAP = 0.5
 
 @dataclass
 class Tally:
-    """Count the detections of a class.
+    """The detections and shapes of a class.
 
     Attributes:
         judged: the score of each detection, and whether it is right.
@@ -41,7 +41,7 @@ class Tally:
 
     @property
     def average_precision(self) -> float:
-        """The area under the curve of precision over recall; NaN without shapes."""
+        """The area under the precision-recall curve; NaN if there are no shapes."""
         if not self.shapes:
             return math.nan
         # Wrong detections come first among equal scores, so the order of images does not matter.
@@ -58,11 +58,11 @@ class Tally:
 def tallied(
     detections: Mapping[str, Tensor], target: Mapping[str, Tensor], overlaps: Tensor
 ) -> dict[int, Tally]:
-    """Return the tallies of an image by class.
+    """Return an image's tallies by class.
 
     Args:
-        detections: `scores` and `labels` of detections, `[detections]` each.
-        target: `labels` of shapes, `[shapes]`.
+        detections: the `scores` and `labels` of detections, `[detections]` each.
+        target: the `labels` of shapes, `[shapes]`.
         overlaps: the overlaps of detections with shapes, `[detections, shapes]`.
     """
     tallies = {}

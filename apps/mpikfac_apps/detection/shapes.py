@@ -23,7 +23,7 @@ class Shapes(Dataset[Example]):
     Args:
         numbers: the indices of the images.
         size: the height and width in pixels, at least 32.
-        seed: at least 0.
+        seed: the random seed, at least 0.
     """
 
     def __init__(self, numbers: range, size: int, seed: int) -> None:
@@ -82,6 +82,6 @@ def boxes_of(masks: Tensor) -> Tensor:
 
 
 def _placed(size: int, random: Tensor) -> list[float]:
-    """Return radius, row and column of a shape inside the image, from three numbers in [0, 1)."""
+    """Map three numbers in [0, 1) to the radius, row and column of a shape inside the image."""
     radius = float(size * (1 + random[0]) / 8)
     return [radius, *(radius + (size - 2 * radius) * random[1:]).tolist()]

@@ -1,4 +1,4 @@
-"""Train torchvision's Mask R-CNN on drawn shapes, with K-FAC or SGD, on one or more ranks.
+"""Train torchvision's Mask R-CNN on drawn shapes, with K-FAC, SGD or AdamW, on one or more ranks.
 
     mpirun -n 2 mpikfac train-detection
     mpirun -n 2 mpikfac train-detection --optimizer sgd --run_dir runs/shapes
@@ -32,7 +32,7 @@ SHOWN = 0.5  # the minimum probability at which a pixel of a predicted mask belo
 
 @dataclass(frozen=True)
 class DetectionOptions(ProgramOptions):
-    """Train torchvision's Mask R-CNN on drawn shapes, with K-FAC or SGD.
+    """Train torchvision's Mask R-CNN on drawn shapes, with K-FAC, SGD or AdamW.
 
     Args:
         model: the network, with random initial weights: "small", for images of a few large shapes,
@@ -40,7 +40,7 @@ class DetectionOptions(ProgramOptions):
         size: the height and width of images in pixels.
         images: the number of images in an epoch.
         test_images: the number of separate images for the evaluation after each epoch.
-        batch: the number of images in a step, over all ranks.
+        batch: the number of images per step, over all ranks.
     """
 
     rates: ClassVar[Mapping[str, float]] = {"kfac": 0.0003, "sgd": 0.1, "adamw": 0.001}
@@ -56,7 +56,7 @@ class DetectionOptions(ProgramOptions):
         """Check the batch.
 
         Raises:
-            ValueError: ranks would get uneven shards, or an epoch has no steps.
+            ValueError: ranks would get uneven shards, or an epoch would have no steps.
         """
         if self.batch % ranks:
             raise ValueError(

@@ -33,12 +33,12 @@ class Halo(NamedTuple):
 
 
 def of_own(halo: Halo) -> Aggregate:
-    """Return the sum over the neighbours that the rank owns, without messages."""
+    """Return an aggregate over the neighbours that the rank owns; it sends no messages."""
     return lambda rows: halo.part.own @ rows
 
 
 def of_all(halo: Halo, exchange: Exchange) -> Aggregate:
-    """Return the sum over the neighbours on all ranks.
+    """Return an aggregate over the neighbours on all ranks.
 
     A rank's gradients are those of the mean loss over all ranks, divided by the rank's fraction of
     the nodes, because the trainer multiplies by this fraction. Gradients are therefore rescaled on
@@ -124,7 +124,7 @@ def sums_of(
     """Return the sums for a name in `AGGREGATES`.
 
     Args:
-        halo: the part of the graph; with "local", it has only edges within ranks.
+        halo: the part of the graph; for "local", it contains only edges within ranks.
         widths: the widths of hidden rows, by layer.
     """
     if name == "local":
@@ -171,14 +171,14 @@ class _Line:
 def _of_turn(
     counts: Sequence[int], turn: int, delay: int, device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return the positions of the rows that are due among all rows, and their counts."""
+    """Return the positions, among all rows, of the rows that are due, and their counts."""
     places = np.concatenate([np.arange(count) for count in counts])
     of_turn = np.flatnonzero(places % delay == turn)
     return torch.from_numpy(of_turn).to(device), [len(range(turn, c, delay)) for c in counts]
 
 
 class _LateRows(torch.autograd.Function):
-    """Return delayed rows forward, and delayed gradients backward."""
+    """Return delayed rows in the forward pass, and delayed gradients in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, there: _Line, back: _Line, step: int) -> Tensor:
@@ -191,7 +191,7 @@ class _LateRows(torch.autograd.Function):
 
 
 class _WeighedGradient(torch.autograd.Function):
-    """Return the tensor forward, and multiply its gradient backward."""
+    """Return the tensor in the forward pass, and scale its gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:

@@ -50,8 +50,8 @@ class Planted:
         nodes: the number of nodes.
         communities: the number of communities, which are the classes.
         degree: the mean number of neighbours of a node.
-        mixing: the fraction of the edges whose second node can be in any community; other edges
-            stay within a community.
+        mixing: the fraction of the edges whose second node can be in any community; the other
+            edges stay within a community.
         inputs: the number of features per node.
         noise: the standard deviation of the noise in features; that of the communities' centres is
             1.
@@ -153,7 +153,7 @@ def graph_of(name: str, options: Planted, seed: int) -> Graph:
 
 
 def split(graph: Graph, share: float, seed: int) -> NDArray[np.bool_]:
-    """Return, for each node, whether its label is known in training.
+    """Return, for each node, whether its label is known during training.
 
     The number of known labels is rounded up.
 

@@ -13,7 +13,7 @@ from mpikfac_apps.graphs.data import Places
 from mpikfac_apps.graphs.parts import Weights, of_convolution, of_means
 
 Aggregate = Callable[[Tensor], Tensor]
-"""Maps rows `[own nodes, width]` to sums over neighbours of the same shape."""
+"""Maps rows `[own nodes, width]` to sums over each node's neighbours, in the same shape."""
 
 
 class Kind(NamedTuple):
@@ -21,7 +21,7 @@ class Kind(NamedTuple):
 
     Attributes:
         weights: returns the weights of the sums, given the edges and the number of nodes.
-        join: combines own rows and sums into the input of a layer.
+        join: combines the nodes' rows and the sums over neighbours into the input of a layer.
         times: the width of this input, as a multiple of the width of the rows.
     """
 

@@ -19,11 +19,11 @@ def contiguous(_: Places, nodes: int, parts: int) -> Places:
 
 
 def greedy(edges: Places, nodes: int, parts: int) -> Places:
-    """Return the part of each node: the part with most of its neighbours, if there is room.
+    """Return the part of each node: the one with most of its neighbours, if that part has room.
 
-    Neighbours count less the fuller their part is [Stanton & Kliot 2012]. The nodes are visited
+    A neighbour counts less the fuller its part is [Stanton & Kliot 2012]. The nodes are visited
     several times in breadth-first order: a neighbour that comes later in the order counts for the
-    part that it had in the previous pass [Nishimura & Ugander 2013].
+    part to which the previous pass assigned it [Nishimura & Ugander 2013].
     """
     neighbours = _neighbours(edges, nodes)
     order = _breadth_first(neighbours)

@@ -66,7 +66,7 @@ def inside(edges: Places, owners: Places) -> Places:
 
 
 def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
-    """Return a rank's part of the sums, with a row for each node of other ranks that contributes.
+    """Return a rank's part of the sums; it receives a row per contributing node on other ranks.
 
     Args:
         owners: the rank that owns each node, `[nodes]`.

@@ -41,8 +41,8 @@ class GraphOptions(ProgramOptions):
         graph: "planted" communities; "karate", a club of 34 members (package networkx); or
             "surface", a mesh of the brain with 10,242 nodes (packages nilearn and nibabel).
         planted: the settings of the planted communities.
-        known: the fraction of the nodes whose classes are known in training; the others are the
-            test set.
+        known: the fraction of the nodes whose classes are known during training; the others are
+            the test set.
         partition: how nodes are assigned to ranks: in order ("contiguous"), each to the rank with
             most of its neighbours ("greedy"), or by METIS ("metis", package pymetis).
         model: "gcn" for graph convolutions, or "sage" for GraphSAGE with means.
@@ -51,7 +51,7 @@ class GraphOptions(ProgramOptions):
         aggregate: what a rank receives for neighbours on other ranks: their exact rows ("exact"),
             nothing ("local"), rows from earlier steps ("delayed"), or one mean per rank ("means").
         delay: with aggregate=delayed, the delay of rows in steps; 0 for exact rows. Each step
-            exchanges one row in `delay`.
+            exchanges every `delay`-th row.
     """
 
     rates: ClassVar[Mapping[str, float]] = {"kfac": 0.003, "sgd": 0.2, "adamw": 0.01}
@@ -75,8 +75,8 @@ class GraphWork(Work):
     Collective over: comm, as are all methods.
 
     Raises:
-        UserError: a package is missing, a rank or the test would have no node, or a setting is not
-            supported.
+        UserError: a package is missing, a rank or the test set would have no nodes, or a setting is
+            not supported.
 
     Attributes:
         sums: the sums over neighbours in training.
@@ -156,7 +156,7 @@ class GraphWork(Work):
             for name, rows in late.items():
                 rows.copy_(torch.as_tensor(checkpoint[name]))
         elif self._comm.rank == 0:
-            log.warning("delayed rows restart from 0: they need the same number of ranks as before")
+            log.warning("delayed rows restart from 0; they need the same number of ranks as before")
 
     def _late_rows(self) -> dict[str, Tensor]:
         """Return delayed rows, by names that contain the rank and the number of ranks."""

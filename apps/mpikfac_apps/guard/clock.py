@@ -1,4 +1,4 @@
-"""A clock that counts only the time in which this process runs, not time in which it is stopped."""
+"""A clock that does not count the time for which this process is stopped."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mpikfac_apps.guard import counter
 
 
 class Clock:
-    """A clock that stands still while this process, or the whole job, is stopped.
+    """A clock that pauses while this process, or the whole job, is stopped.
 
-    Processes are stopped by SIGSTOP, Ctrl-Z, Slurm's suspend, `docker pause` or a debugger. A
-    separate process (`counter.py`) counts every 0.1 s.
+    Processes can be stopped by SIGSTOP, Ctrl-Z, Slurm's suspend, `docker pause` or a debugger. A
+    separate process (`counter.py`) updates the count every 0.1 s.
 
     Raises:
-        OSError: the process cannot be started.
+        OSError: the counting process cannot be started.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
-"""Count the seconds in which a rank runs, and end a rank that cannot end itself.
+"""Count the seconds for which a rank runs, and kill a rank that cannot exit by itself.
 
     counter.py RANK MEMORY
 
 The rank starts this process and shares the values in `NUMBERS` with it. While the GIL is held, a
-rank cannot run any Python, so it cannot distinguish a stop from a hang by itself. This process is
-stopped together with the job, or sees that the rank is stopped; such time does not count. It
-imports neither torch nor MPI, and exits after the rank.
+rank cannot run any Python, so it cannot distinguish a stop from a hang by itself. This process can:
+if the whole job is stopped, so is this process; if only the rank is, this process sees it. In both
+cases, the time does not count. This process imports neither torch nor MPI; it exits after the rank.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import time
 from contextlib import suppress
 
 NUMBERS = NOW, STOPPED, DEADLINE = range(3)
-"""Counted seconds, seconds that do not count, and the count at which the rank has to report."""
-STACKS = signal.SIGSTKFLT  # requests the rank's stacks, without the GIL; Linux never sends it
+"""The counted seconds, the uncounted seconds, and the count by which the rank has to report."""
+STACKS = signal.SIGSTKFLT  # makes the rank write its stacks without the GIL; unused by Linux
 SET_DEATH_SIGNAL = 1  # an option of prctl
 TICK = 0.1  # seconds between two checks
-LONGEST = 1.0  # maximum seconds added per check; if more have passed, nothing was running
+LONGEST = 1.0  # maximum seconds added per check; if more have passed, this process was stopped
 # Seconds after the deadline.
-UNABLE = 1.7  # a rank without a report by then holds the GIL
+UNABLE = 1.7  # a rank that has not reported by then is holding the GIL
 LAST = 3.0  # a rank that has not exited by then never will
 
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def shared(memory: int) -> memoryview[float]:
-    """Return the values in the memory of a file descriptor, float64 `[3]`."""
+    """Map the memory of a file descriptor, and return its values, float64 `[3]`."""
     return memoryview(mmap.mmap(memory, 0)).cast("d")
 
 

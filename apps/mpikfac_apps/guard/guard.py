@@ -1,4 +1,4 @@
-"""Guard a run: lock its directory, end it in time, and end it if it hangs."""
+"""Guard a run: lock its directory, stop it in time, and abort it if it hangs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Guard:
 
     Attributes:
         requests: requests to this rank, from signals, control files and the time of day.
-        clock: counts the seconds in which this rank runs; stopped time does not count.
+        clock: counts the seconds for which this rank runs, without those for which it is stopped.
     """
 
     requests: Requests
 
     def __init__(self, comm: mpikfac.comm.Comm, options: RunOptions, watchdog: Watchdog) -> None:
-        """Open the run directory, to which the watchdog then reports.
+        """Open the run directory, in which the watchdog then writes its reports.
 
         Collective over: comm.
 
@@ -70,8 +70,8 @@ class Guard:
         """Record the start of a phase; the watchdog has a time limit for each phase.
 
         Raises:
-            UserError: another run has taken over the directory, or it is gone, so this run must
-                stop writing.
+            UserError: another run has taken over the directory, or the directory is gone; this run
+                must stop writing.
         """
         self.phase = phase, step
         self._watchdog.enter(phase, step)
@@ -111,16 +111,16 @@ class Guard:
 
 
 def check_directory(run_dir: Path, resume: str) -> None:
-    """Check that the directory has no files of an earlier run, unless the run resumes.
+    """Check that the directory contains no files from an earlier run, unless the run resumes.
 
     Folders in the directory must not be links, so that nothing is written outside of it.
 
     Raises:
-        ValueError: it has such files or links.
+        ValueError: the directory contains such files or links.
     """
     for path in (run_dir / name for name in FOLDERS):
         if path.is_symlink():
-            raise ValueError(f"{path} is a link; put a folder there, or make {run_dir} the link")
+            raise ValueError(f"{path} is a link; use a folder, or make {run_dir} itself the link")
     names = set(os.listdir(run_dir)) - {"lock"}
     if resume != "auto" and names:
-        raise ValueError("it is not empty; use another one, or resume=auto to continue its run")
+        raise ValueError("it is not empty; use another one, or resume=auto to continue the run")

@@ -1,7 +1,7 @@
-"""End the launcher of a job that has ended.
+"""End the MPI launcher after its job has ended.
 
-Open MPI's mpirun waits for replies of all hosts before it exits. After a host has lost its network,
-it would wait until TCP gives up, which takes a quarter of an hour or more.
+Open MPI's mpirun waits for replies from all hosts before it exits. If a host has lost its network,
+mpirun would wait until TCP gives up, which takes a quarter of an hour or more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def end_launcher(seconds: float) -> None:
 def _ask(launcher: int, seconds: float) -> None:
     began, first = born(launcher), time.monotonic() + seconds
     os.setsid()
-    os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # the launcher waits for open pipes of ranks
+    os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # the launcher waits until ranks close their pipes
     for count in range(TERMS):
         while time.monotonic() < first + count:
             time.sleep(TICK)

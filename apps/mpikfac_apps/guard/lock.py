@@ -1,9 +1,9 @@
 """Allow one run per directory: `RUN/lock` names the run, which touches the file while it runs.
 
-The file is a hard link, which appears together with its content, also on NFS. A run that replaces
-or removes `lock` must first create the link `lock.TOKEN`, with the token of the run that `lock`
-names. If several runs find a dead holder, only one of them can create this link. No run removes a
-lock that has changed since the run read it.
+The file is created as a hard link, so it appears together with its content, even on NFS. A run that
+replaces or removes `lock` must first create the link `lock.TOKEN`, where TOKEN is the token of the
+run that `lock` names. If several runs find that the holder is dead, only one of them can create
+this link. No run removes a lock that has changed since the run read it.
 
 If the holder has the same job name as this run, it is either the same job's run before a restart,
 or another run in the same job. Only Slurm counts restarts. With PBS and LSF, a run waits for the
@@ -44,9 +44,9 @@ class Holder:
 
     Attributes:
         token: unique to the run.
-        pids: the boot and the process namespace; pids can only be compared within one namespace.
-        born: the ticks between boot and the start of the process, since pids are reused.
-        job: the scheduler's name of the job, or "".
+        pids: identifies the boot and the process namespace within which pids can be compared.
+        born: the start time of the process, in ticks since boot, because pids are reused.
+        job: the scheduler's name for the job, or "".
         attempt: the number of times Slurm has restarted the job; "" if the scheduler does not
             count.
     """
@@ -62,11 +62,11 @@ class Holder:
 
 
 class Lock:
-    """A run's right to a directory, until `release` or the end of the process.
+    """A run's exclusive use of a directory, until `release` or the end of the process.
 
     Attributes:
-        lost: why the run no longer holds the lock: another run took it, or it is gone. "" while the
-            run holds it; a loss is noticed within 10 s.
+        lost: why the run no longer holds the lock: another run took it, or the lock is gone. ""
+            while the run holds it; a loss is noticed within 10 s.
 
     Raises:
         ValueError: another run uses the directory; the message names that run and a remedy.
@@ -114,7 +114,7 @@ class Lock:
                 continue
             if holder == self._holder:  # the file server's reply to link() was lost
                 return
-            # Both times are set by the file server: the clocks of hosts can differ.
+            # Both times come from the file server, because the hosts' clocks can differ.
             silent = draft.stat().st_mtime - touched
             if _may_be_restarted(holder, self._holder, silent) and seen in (None, touched):
                 if seen is None:
@@ -173,7 +173,7 @@ def _this_run(environ: Mapping[str, str]) -> Holder:
 
 
 def _job(environ: Mapping[str, str]) -> str:
-    """Return the scheduler's name of the job, or ""; the jobs of an array have separate names."""
+    """Return the scheduler's name for the job, or ""; the jobs of an array have separate names."""
     for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
         if job := environ.get(name):
             index = environ.get("LSB_JOBINDEX", "0") if name == "LSB_JOBID" else "0"
@@ -187,7 +187,7 @@ def born(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    state, *fields = stat.rpartition(")")[2].split()  # the name in parentheses can have spaces
+    state, *fields = stat.rpartition(")")[2].split()  # the name in parentheses can contain spaces
     return "" if state in "ZX" else fields[18]
 
 
@@ -199,7 +199,10 @@ def _is_gone(holder: Holder, claimant: Holder, silent: float) -> bool:
 
 
 def _may_be_restarted(holder: Holder, claimant: Holder, silent: float) -> bool:
-    """Return whether only time can tell if the holder's job was restarted or has another run."""
+    """Return whether the holder may be this job's run before a restart, or another run in this job.
+
+    Without a count of restarts, only a sign of life from the holder can distinguish the two.
+    """
     elsewhere = holder.pids != claimant.pids and silent <= STALE
     return elsewhere and holder.job == claimant.job != "" and not claimant.attempt
 
@@ -242,7 +245,7 @@ def _read(path: Path) -> tuple[Holder, float]:
 
 
 def _names_a_run(holder: Holder) -> bool:
-    """Return whether values have the right types, and the token can be part of a file name."""
+    """Return whether all values have the right types, and the token can be part of a file name."""
     texts = {key: value for key, value in dataclasses.asdict(holder).items() if key != "pid"}
     typed = type(holder.pid) is int and all(isinstance(value, str) for value in texts.values())
     return typed and re.fullmatch(r"[\w-]{1,64}", holder.token) is not None

@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def processes_with(variable: str) -> Iterator[int]:
-    """Yield this user's processes that were started with a variable, written as NAME=VALUE."""
+    """Yield this user's processes whose environment contains `variable`, written as NAME=VALUE."""
     for name in os.listdir("/proc"):
         if name.isdecimal() and variable.encode() in _words(name, "environ"):
             yield int(name)
 
 
 def ranks_of(variable: str, command: Sequence[str]) -> list[int]:
-    """Return a job's processes that run the command of a rank, excluding forks of ranks."""
+    """Return a job's processes that run the ranks' command, excluding forks of ranks."""
     words = [word.encode() for word in command]
     same = [p for p in processes_with(variable) if _words(str(p), "cmdline")[: len(words)] == words]
     return [process for process in same if parent_of(process) not in same]
@@ -40,7 +40,7 @@ def send(number: signal.Signals, targets: Sequence[int]) -> None:
 
 
 def _words(process: str, file: str) -> list[bytes]:
-    """Return the words in a file of a process; none if it belongs to another user."""
+    """Return the words in a process's file in /proc; none if the file cannot be read."""
     try:
         content = Path(f"/proc/{process}/{file}").read_bytes()
     except OSError:

@@ -30,7 +30,7 @@ def connected() -> mpikfac.comm.Comm:
 
 
 def watched(comm: mpikfac.comm.Comm) -> closing[Watchdog]:
-    """Return a context with this rank's watchdog, which reports to stderr."""
+    """Return a context manager for this rank's watchdog, which reports to stderr."""
     return closing(Watchdog(Reports(None, comm.rank, comm.size)))
 
 
@@ -78,7 +78,7 @@ def run_watched(parse: Callable[[int], Options], work: Work[Options]) -> int:
 def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Options | None:
     """Parse options on rank 0, and return them on every rank; None after `--help`.
 
-    Every rank executes the files of types that the options name as FILE.py:CLASS.
+    If the options name types as FILE.py:CLASS, every rank executes these files.
 
     Collective over: comm.
 
@@ -100,6 +100,6 @@ def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Optio
                 options = pickled.loads(content)
             except ValueError as error:
                 raise ValueError(
-                    f"on rank {comm.rank}, {error}; every rank needs the file, and what it imports"
+                    f"on rank {comm.rank}, {error}; every rank needs the file and what it imports"
                 ) from error
     return options

@@ -1,10 +1,10 @@
 """Receive requests for a checkpoint or a stop, from signals, control files and the clock.
 
     touch RUN/control/checkpoint    write a checkpoint at the next step and continue
-    touch RUN/control/stop          write a checkpoint at the next step and end
+    touch RUN/control/stop          write a checkpoint at the next step and stop
 
-`mpikfac launch` writes a file `stop` with the reason into a directory of the job, which exists
-before the run directory. There is no signal that all MPI launchers forward. A request reaches one
+`mpikfac launch` writes a file `stop` with the reason into a directory of the job, because the run
+directory may not exist yet, and no signal is forwarded by all MPI launchers. A request reaches one
 rank; the caller passes it on to all ranks. Collective over: none.
 """
 
@@ -32,7 +32,7 @@ RESERVE = 60.0  # seconds between the last checkpoint and the end of the job
 
 
 def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float) -> float | None:
-    """Return the unix time when `max_minutes` or Slurm's limit ends the job; None if unknown.
+    """Return the unix time at which `max_minutes` or Slurm's limit ends the job; None if unknown.
 
     Raises:
         ValueError: SLURM_JOB_END_TIME is not a time after `now`.
@@ -46,14 +46,14 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
         if not now < end < math.inf:
             raise ValueError(
                 f"SLURM_JOB_END_TIME={text} must be a unix time after {now:.0f} (now); "
-                "unset it if it is not this job's"
+                "unset it if it belongs to another job"
             )
         ends.append(end)
     return min(ends, default=None)
 
 
 def ignore_signals() -> None:
-    """From now on, ignore the signals that request a stop."""
+    """Start ignoring the signals that request a stop."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -73,9 +73,9 @@ class Requests:
     Args:
         control: the directory of control files, which the constructor creates; None for no control
             files.
-        end: the unix time when the job is killed. The end is requested early enough to leave time
-            for two checkpoints as slow as the slowest one so far, the longest pause between two
-            polls, and `RESERVE`.
+        end: the unix time at which the job is killed. A stop is requested early enough to leave
+            time for two checkpoints as slow as the slowest one so far, the longest pause between
+            two polls, and `RESERVE`.
         every_minutes: minutes between two checkpoints; the first is due after 2 minutes if that is
             sooner.
         clock: the clock for all intervals, in seconds; only `end` is a time of day.
@@ -190,7 +190,7 @@ def _take(control: Path) -> set[str]:
     """Remove the control files, and return their names; none if storage fails."""
     taken = set()
     with suppress(OSError):
-        # A listing is always fresh, but the cache of a file server can answer a name lookup.
+        # A listing is always up to date; looking up a name might return a stale, cached answer.
         for name in {"checkpoint", "stop"}.intersection(os.listdir(control)):
             os.unlink(control / name)
             taken.add(name)

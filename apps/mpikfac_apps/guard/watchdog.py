@@ -1,10 +1,10 @@
 """End a job that makes no progress, and write every rank's stacks.
 
-At the limit, a Python thread of each rank reports the rank's position (`reports.py`), and the rank
-exits. While the GIL is held, Python threads cannot run. The process that counts the time
-(`counter.py`) then requests the rank's stacks by a signal, which does not need the GIL, and finally
-kills the rank. After the first rank exits, the launcher ends all others, also stopped ones
-(`launcher.py`). In this module, no rank waits for another.
+When the limit is reached, a Python thread on each rank reports the rank's position (`reports.py`),
+and the rank exits. While the GIL is held, Python threads cannot run. The process that counts the
+time (`counter.py`) then requests the rank's stacks with a signal, which does not need the GIL, and
+finally kills the rank. After the first rank exits, the launcher ends all others, including stopped
+ones (`launcher.py`). In this module, no rank waits for another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIMIT = 600.0  # seconds for a step, until the options are known
 LONGER = 10  # multiplies the limit for the first step, and for phases without steps
 TICK = 0.1  # seconds between two checks of the clock
 LEAVE = 2.3  # seconds after the limit, when the reports are complete and all ranks exit
-LAUNCHER = 20.0  # seconds after the limit, when the launcher might still wait for a host
+LAUNCHER = 20.0  # seconds after the limit, when a launcher that still waits for a host is ended
 TOLD = 1.0  # seconds; shorter stops are not logged
 
 log = logging.getLogger("mpikfac.train")
@@ -39,8 +39,8 @@ class Watchdog:
     The watch starts immediately, with the phase "start-up".
 
     Args:
-        reports: receive positions and stacks.
-        limit: the maximum seconds for a step; None for no limit.
+        reports: where positions and stacks are written.
+        limit: the maximum duration of a step in seconds; None for no limit.
         stage: returns the name of the current stage.
 
     Attributes:
@@ -69,7 +69,7 @@ class Watchdog:
         stage: Callable[[], str] = lambda: "",
         reports: Reports | None = None,
     ) -> None:
-        """Begin a new start-up phase with another limit; by default with the first reports."""
+        """Begin a new start-up phase with another limit; without `reports`, use the first ones."""
         with self._lock:
             former, self._reports = self._reports, reports or self._first
             self._limit, self._stage, self._stepped = limit, stage, False
@@ -96,7 +96,7 @@ class Watchdog:
     def begin_write(self, step: int, unfinished: Callable[[], bool]) -> None:
         """Record that all ranks begin to write a checkpoint in the background.
 
-        It has the same limit as a checkpoint for which the steps wait.
+        The time limit is the same as for a checkpoint that is written in the foreground.
 
         Args:
             unfinished: returns whether this rank is still writing.
@@ -131,18 +131,20 @@ class Watchdog:
         try:
             self._look_until_closed()
         except Exception as error:
-            log.exception("the watchdog failed with %s: hangs go unnoticed", type(error).__name__)
+            log.exception(
+                "the watchdog failed with %s: hangs are no longer detected", type(error).__name__
+            )
 
     def _look_until_closed(self) -> None:
         told, counts = 0.0, True
         while not self._closed.wait(TICK):
             if self.clock.stopped - told > TOLD:
-                log.info("stopped for %.0f s, which are not counted", self.clock.stopped - told)
+                log.info("stopped for %.0f s, which do not count", self.clock.stopped - told)
                 told = self.clock.stopped
             if counts and not self.clock.runs:
                 counts = False
                 log.warning(
-                    "the watchdog's clock has failed: hangs go unnoticed; start the run again"
+                    "the watchdog's clock has failed: hangs are no longer detected; restart the run"
                 )
             with self._lock:
                 self._ending = self.clock() >= min(self._deadline, self._write_deadline)

@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listing:
-    """Return the list of images, with a copy of the bytes on the disk of the rank's node.
+    """Return the list of images, whose bytes are then read from a copy on the node's disk.
 
     One rank of each node checks or writes the copy, and the other ranks wait. If a node has no
     copy, its ranks read the packed file, and a log line gives the reason.
@@ -65,7 +65,7 @@ def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listi
             [outcome for outcome in outcomes if outcome is not None], directory, content.place.path
         )
     copy = outcomes[first].copy
-    if not os.path.isfile(copy):  # each rank can see a different directory of this name
+    if not os.path.isfile(copy):  # ranks can see different directories under the same name
         return listing
     parts = (listing.train_images, listing.test_images)
     trained, tested = (replace(part, copy=(copy, content.place.start)) for part in parts)
@@ -112,7 +112,7 @@ def sound_copy(content: Content, directory: Path) -> Path:
 
 
 def is_digest(text: str) -> bool:
-    """Return whether a string is a BLAKE3 hash, which cannot name a file in another directory."""
+    """Return whether a string is a BLAKE3 hash, so that it cannot name another directory's file."""
     return len(text) == 64 and not set(text) - set("0123456789abcdef")
 
 
@@ -133,7 +133,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def sound(copy: Path, content: Content) -> bool:
-    """Return whether a file contains the bytes; read all of it."""
+    """Return whether a file contains the bytes; the whole file is read."""
     if not os.path.lexists(copy) or os.path.getsize(copy) != content.place.size:
         return False
     digest = blake3()
@@ -143,7 +143,7 @@ def sound(copy: Path, content: Content) -> bool:
 
 
 def write(copy: Path, content: Content) -> None:
-    """Write a copy of the bytes, replacing a damaged copy; the copy is complete or absent.
+    """Write a copy of the bytes, replacing any damaged one; the result is complete or absent.
 
     Raises:
         OSError: the disk is too full, or a file cannot be read or written.

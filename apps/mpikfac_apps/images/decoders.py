@@ -40,7 +40,7 @@ class _Worker(Protocol):
 
 
 class Decoders:
-    """Decode lists of images into shared memory, with several processes.
+    """Decode lists of images into shared memory, using several processes.
 
     Args:
         workers: the number of processes; with 0, the calling process decodes when a result is

@@ -23,7 +23,7 @@ TRIES = 10
 
 
 class Broken(ValueError):
-    """Report an image that cannot be decoded."""
+    """Raised for an image that cannot be decoded."""
 
 
 def decoded(place: ImagePlace, size: int, draw: Sequence[int] | None = None) -> np.ndarray:
@@ -40,7 +40,7 @@ def decoded(place: ImagePlace, size: int, draw: Sequence[int] | None = None) -> 
             warnings.simplefilter("ignore")  # damaged camera metadata are harmless
             image = opened(content(place)).convert("RGB")
         return np.asarray(centre(image, size) if draw is None else random_crop(image, size, draw))
-    except Exception as error:  # decoders of damaged files can raise anything
+    except Exception as error:  # decoding a damaged file can raise any exception
         raise Broken(files.one_line(error)) from error
 
 
@@ -66,7 +66,7 @@ def _packed(path: str) -> io.BufferedReader:
 
 
 def opened(encoded: bytes) -> Image.Image:
-    """Return an image in any of `FORMATS`, regardless of the file's name; decode only the header.
+    """Open an image in any of `FORMATS`, regardless of the file's name; decode only the header.
 
     Raises:
         ValueError: the bytes are not an image, or its pixels have more than 8 bits.
@@ -76,7 +76,7 @@ def opened(encoded: bytes) -> Image.Image:
     except UnidentifiedImageError:
         raise ValueError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from None
     if image.mode[0] in "IF":  # Pillow would convert all values above 255 to white
-        raise ValueError(f"its pixels have 16 or 32 bits (mode {image.mode}); store 8 bits")
+        raise ValueError(f"its pixels have 16 or 32 bits (mode {image.mode}); store it with 8 bits")
     return image
 
 

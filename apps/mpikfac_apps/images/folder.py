@@ -17,7 +17,7 @@ EXPECTED = "pass a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CL
 
 
 def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  # noqa: ARG001
-    """Return the images of a folder, sorted by class and name; classes are the sorted folders.
+    """Return the images of a folder, sorted by class and name; each class is a subfolder.
 
     `load` later selects `images` of them.
 
@@ -59,7 +59,7 @@ def with_names(path: str, size: int) -> tuple[Listing, list[str]]:
 
 
 def folders(path: Path) -> list[str]:
-    """Return the sorted names of the folders in a folder, without hidden folders."""
+    """Return the sorted names of a folder's subfolders, except hidden ones."""
     with os.scandir(path) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and entry.name[0] != ".")
 

@@ -18,9 +18,9 @@ class ImagePlace(NamedTuple):
 
     Attributes:
         path: a file.
-        start: the first byte in the file.
+        start: the position of the first byte in the file.
         size: the number of bytes; None for the whole file.
-        copy: a copy of the bytes, as a file and the first byte; None for no copy.
+        copy: a copy of the bytes, as a file and the position of the first byte; None for no copy.
     """
 
     path: str
@@ -48,15 +48,15 @@ class Content(NamedTuple):
 class Images:
     """The images of a part of a data set, in separate files or in a single file.
 
-    The lists are arrays, because a Python list of a million names needs ten times the memory.
+    The lists are arrays, because a Python list of a million names takes ten times as much memory.
 
     Attributes:
         root: the folder of the files, or the single file.
         labels: int64 `[n]`.
         names: the paths of the files inside `root`, bytes `[n]`; None for a single file.
-        spans: the first byte and the number of bytes in the single file, int64 `[n, 2]`; None for
-            separate files.
-        copy: a copy of a part of the single file, and the first byte of the part; None for no copy.
+        spans: the position of each image in the single file, and its number of bytes, int64
+            `[n, 2]`; None for separate files.
+        copy: a copy of a part of the single file, and the position of this part; None for no copy.
     """
 
     root: str
@@ -118,8 +118,8 @@ class Listing:
     Attributes:
         classes: the number of classes.
         size: the side length in pixels of the images that a network receives.
-        channels: the channels of an image: red, green and blue.
-        white: the byte of a white pixel.
+        channels: the number of channels: red, green and blue.
+        white: the byte value of a white pixel.
         about: a description of the data for the log.
         content: the bytes of all images, if they are in a single file.
     """
@@ -135,7 +135,7 @@ class Listing:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Checksums that a restart compares, like `Dataset.checksums`, but of some pixels only."""
+        """Checksums that a restart compares, like `Dataset.checksums`, but pixels are sampled."""
         whole = self.content.digest.encode() if self.content else b""
         return {
             "images": self.train_images.digest,

@@ -85,8 +85,8 @@ def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None 
     to lay out a file.
 
     Args:
-        size: the pixels of the shorter side of larger images, which are re-encoded as JPEG; None to
-            keep the bytes of all images.
+        size: the length in pixels to which the shorter side of larger images is reduced; they are
+            re-encoded as JPEG. None to keep the bytes of all images.
 
     Raises:
         ValueError: an image cannot be decoded; the message names it.
@@ -147,5 +147,5 @@ def shrunk(place: ImagePlace, size: int | None) -> bytes:
         small, target = decoding.shorter_side(image.convert("RGB"), size), io.BytesIO()
         small.save(target, "JPEG", quality=QUALITY)
         return target.getvalue()
-    except Exception as error:  # decoders of damaged files can raise anything
+    except Exception as error:  # decoding a damaged file can raise any exception
         raise ValueError(f"{place} cannot be decoded: {files.one_line(error)}") from error

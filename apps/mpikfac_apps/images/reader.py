@@ -66,7 +66,7 @@ class ImageReader:
         return DecodeRequest(images, numbers, draws, slot, self._decoders.begin(slot, jobs))
 
     def result(self, request: DecodeRequest, device: torch.device) -> Tensor:
-        """Return the images of a request, bytes `[n, 3, h, w]` with the channels last in memory.
+        """Return the images of a request, bytes `[n, 3, h, w]` in channels-last memory format.
 
         Raises:
             UserError: more images are broken than the options allow, or all images of a class are.

@@ -1,7 +1,7 @@
 """Decode images for a rank, in a separate process: worker.py CONNECTION MEMORY SHAPE...
 
-The process loads neither MPI nor torch. It ends when the rank closes the connection, even if the
-rank was killed. It ignores signals, which are meant for the rank.
+The process loads neither MPI nor torch. It ends when the connection to the rank is closed, which
+also happens if the rank is killed. It ignores signals, which are meant for the rank.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def main() -> None:
     slots = slots_of(memory, shape)
     lists: SimpleQueue[Work | None] = SimpleQueue()
     with Connection(connection) as rank:
-        # A thread receives: otherwise, a rank that sends a long list and a process that sends a
-        # long result would wait for each other.
+        # A separate thread receives lists. Otherwise, a rank that sends a long list and a process
+        # that sends a long result would wait for each other.
         Thread(target=receive, args=(rank, lists), daemon=True).start()
         with suppress(ConnectionError):
             while work := lists.get():
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def receive(rank: Connection, lists: SimpleQueue[Work | None]) -> None:
-    """Pass on lists of images until the rank closes the connection, and then None."""
+    """Put lists of images into the queue, and None after the rank has closed the connection."""
     with suppress(EOFError, OSError):
         while True:
             lists.put(rank.recv())

@@ -52,14 +52,14 @@ def parse(argv: Sequence[str] | None) -> ExportOptions:
     """Return the checked options.
 
     Raises:
-        ValueError: an option is invalid, or no file is given to write to.
+        ValueError: an option is invalid, or no output file is given.
     """
     options = EXPORT.read(argv)
     paths = [file for file in (options.weights, options.average, options.factors) if file]
     if not paths:
         raise ValueError("pass at least one of --weights FILE, --average FILE and --factors FILE")
     if len(set(paths)) < len(paths):
-        raise ValueError(f"weights and average need two files, not {options.weights} twice")
+        raise ValueError(f"weights and average need different files, not {options.weights} twice")
     return options
 
 

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def faults_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, str]:
-    """Return the error in each shard; "" if all of its items can be read."""
+    """Return the error in each shard, or "" if all items in the shard can be read."""
     faults = dict.fromkeys(checkpoint.shards, "")
     for name, item in checkpoint.described().items():
         if not faults[item["shard"]]:
@@ -129,7 +129,7 @@ def shards(checkpoint: mpikfac.checkpoint.Checkpoint, faults: dict[str, str]) ->
 
 
 def contents(checkpoint: mpikfac.checkpoint.Checkpoint) -> list[str]:
-    """Return lines with the number of items and bytes of every group."""
+    """Return lines with the number of items and the number of bytes in every group."""
     items, sizes = Counter[str](), Counter[str]()
     for name, item in checkpoint.described().items():
         items[group(name)] += 1

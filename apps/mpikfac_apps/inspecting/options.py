@@ -1,4 +1,4 @@
-"""Options of the programs for checkpoints and image folders; showing help does not import torch."""
+"""Options of the programs for checkpoints and image folders; help does not import torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class InspectOptions:
 
     Args:
         path: the directory of a checkpoint, or that of a run, whose newest checkpoint is used.
-        picture: a file to draw the spectra into, .pdf, .png or .svg; null for none.
+        picture: a file for a plot of the spectra, .pdf, .png or .svg; null for none.
     """
 
     path: Path = positional()
@@ -65,8 +65,8 @@ class ExportOptions:
         path: the directory of a checkpoint, or that of a run, whose newest checkpoint is used.
         weights: a new file for the weights of the model, .pt or .safetensors; null for none.
         average: a new file for the averaged weights of a run with `ema_decay`, .pt or .safetensors;
-            null for none. Running statistics match the averages if the run tested the network at
-            the step of the checkpoint, for example at the end of the run.
+            null for none. Running statistics match the averaged weights if the run evaluated the
+            network at the step of the checkpoint, for example at the end of the run.
         factors: a new file for the factors A and G of every layer, .npz; null for none.
     """
 
@@ -78,7 +78,7 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class PackOptions:
-    """Pack a folder of images into one HDF5 file that all ranks can read fast. Runs without MPI.
+    """Pack a folder of images into one HDF5 file that ranks can read quickly. Runs without MPI.
 
     Args:
         path: the folder, with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CLASS/*.jpg).

@@ -13,7 +13,7 @@ from mpikfac_apps.inspecting.options import PACK, PackOptions, new_file
 from mpikfac_apps.options.conflicts import check_pillow
 from mpikfac_apps.text import number
 
-SIZE = 224  # the side of a network's images, on which the packed file does not depend
+SIZE = 224  # the side length of a network's images, which does not affect the packed file
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -40,9 +40,9 @@ class Spectrum:
     ) -> float:
         """Return the condition number of the matrix that a preconditioner inverts for `A (x) G`.
 
-        For `EKFAC`, the eigenvalues are the products that the preconditioner's own eigenvalues
-        start from. Rounding can make eigenvalues negative; these count as 0. For a layer with
-        several groups, the result is an upper bound, because it includes pairs of A and G from
+        For `EKFAC`, the eigenvalues are the products from which the preconditioner's own
+        eigenvalues start. Rounding can make eigenvalues negative; these count as 0. For a layer
+        with several groups, the result is an upper bound, because it includes pairs of A and G from
         different groups. A preconditioner that uses roots inverts powers of the factors.
         """
         form, exponent = preconditioner.form, getattr(preconditioner, "exponent", None)
@@ -90,7 +90,7 @@ def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
 
 
 def of(checkpoint: Mapping[str, Any]) -> list[Spectrum]:
-    """Return all layers' spectra; large factors take seconds, so a terminal shows progress."""
+    """Return all layers' spectra; on a terminal, show progress, as large factors take seconds."""
     names = tqdm(layers(checkpoint), unit="layer", leave=False, disable=None)
     return [Spectrum(name, *sides(factors(checkpoint, name))) for name in names]
 

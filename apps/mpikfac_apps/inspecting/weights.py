@@ -14,7 +14,7 @@ from mpikfac import files
 from mpikfac_apps.inspecting.options import check_package
 
 LARGER = 2**30
-"""The bytes by which a file can exceed the network in float64: its last module can be larger."""
+"""The bytes by which a file can be larger than the network in float64: last modules can differ."""
 
 
 def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -35,11 +35,11 @@ def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
         raise ValueError(f"{path} cannot be read: {files.why(error)}") from error
     try:
         tensors = _loaded(path, content)
-    except Exception as error:  # a damaged file can raise anything
+    except Exception as error:  # reading a damaged file can raise any exception
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(f"{path} is not a file of weights: {reason}") from error
     if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
-        raise ValueError(f"{path} must contain a state_dict: tensors by name, and nothing else")
+        raise ValueError(f"{path} must contain only a state_dict, which maps names to tensors")
     for name, tensor in tensors.items():
         # Strided tensors can reuse bytes, so a small file can describe a tensor of any size.
         if tensor.numel() * tensor.element_size() > len(content):
@@ -56,13 +56,13 @@ def _loaded(path: Path, content: bytes) -> object:
         unpacked = sum(record.file_size for record in zipfile.ZipFile(io.BytesIO(content)).filelist)
         if unpacked > len(content):
             raise ValueError(
-                f"records must be uncompressed: {unpacked:,} bytes in {len(content):,}"
+                f"its records must not be compressed: {len(content):,} bytes contain {unpacked:,}"
             )
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def load(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Load weights into a network; return the names of tensors that keep their values.
+    """Load weights into a network; return the names of its tensors that keep their values.
 
     Only tensors of the last module with parameters, the classifier, may keep their values, if
     `tensors` lacks them or has them in a different shape. Other dtypes are converted.

@@ -1,1 +1,1 @@
-"""The lab of the programs: predictions on machines, and studies of many runs."""
+"""Programs for research: predictions, studies of many runs, and uses of the curvature."""

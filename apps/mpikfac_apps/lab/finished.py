@@ -40,7 +40,7 @@ class OfRun(Protocol):
 
     @property
     def data_path(self) -> str | None:
-        """The directory of the data set; None for that of the run."""
+        """The directory of the data set; None for the run's directory."""
 
     @property
     def device(self) -> Literal["auto", "cpu", "cuda", "xpu"]:
@@ -49,7 +49,7 @@ class OfRun(Protocol):
 
 @dataclass(frozen=True)
 class Finished:
-    """A checkpoint of a run, and what is created from the run's options.
+    """A checkpoint of a run, and the objects that are created from the run's options.
 
     Attributes:
         path: the directory of the checkpoint.
@@ -110,8 +110,8 @@ def locate(options: OfRun, ranks: int, factors: bool) -> tuple[Path, Options]:
     """Return the checkpoint and the options of its run.
 
     Raises:
-        ValueError: there is no checkpoint, the run's images do not have one label each, or the run
-            estimated no Fisher matrix although `factors` are needed.
+        ValueError: there is no checkpoint, the run's images do not have one label each, or
+            `factors` are needed but the run did not estimate a Fisher matrix.
     """
     path = checkpoint_at(options.path)
     of_test = EvaluateOptions(path, trust=options.trust, data_path=options.data_path)
@@ -130,8 +130,8 @@ def locate(options: OfRun, ranks: int, factors: bool) -> tuple[Path, Options]:
     if factors and wrong:
         raise ValueError(
             f"{path} belongs to a run with fisher_type={estimator.fisher_type} and "
-            f"normalization={estimator.normalization}, whose factors estimate no Fisher matrix; "
-            f"train with another fisher_type and normalization=expand"
+            f"normalization={estimator.normalization}, whose factors do not estimate a Fisher "
+            f"matrix; train with another fisher_type and normalization=expand"
         )
     return path, run
 
@@ -163,7 +163,7 @@ def examples(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def augmentations(run: Options) -> list[str]:
-    """Return the options by which a run changed its training images."""
+    """Return the options with which a run changed its training images."""
     data = run.data
     values = {"data.augment": data.augment, "data.mixup": data.mixup, "data.cutmix": data.cutmix}
     return [name for name, value in values.items() if value]
@@ -185,7 +185,7 @@ def announced(
     """Yield batches of this rank's images; rank 0 prints a line after every `LINES` of them.
 
     Args:
-        doing: what is computed from them.
+        doing: a description of the computation, for the printed line.
         size: the number of images in a batch.
         images: the total number of images.
     """

@@ -1,4 +1,4 @@
-"""Compare the memory that a rank was expected to need with what it took."""
+"""Compare the planned memory of a rank with its measured memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import mpikfac
 from mpikfac_apps.text import brief_mib, listed
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-FEW = 2  # images from which memory is planned; some networks drop the dimension of one
-PEAK = "5"  # this text makes the present resident set the largest one
+FEW = 2  # images in the pass that memory is planned from; some networks drop a dimension of size 1
+PEAK = "5"  # writing this text resets the peak of the resident set to its present size
 
 
 class MemoryReport:
     """The growth of a rank's memory since the creation of this object.
 
-    On a GPU, it is the memory of tensors, and on a CPU, the resident set of the process.
+    On a GPU, this is the memory of tensors; on a CPU, the resident set of the process.
     """
 
     def __init__(self, comm: mpikfac.comm.Comm, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class MemoryReport:
         self._before = self._bytes("VmRSS")
 
     def show(self, planned: Mapping[str, Mapping[str, int]]) -> None:
-        """Print on rank 0 the memory of the rank that took most.
+        """Print, on rank 0, the memory of the rank that used the most.
 
         Collective over: comm.
 
@@ -56,9 +56,9 @@ class MemoryReport:
             print(max(of_ranks)[1], flush=True)
 
     def _bytes(self, kind: str) -> int | None:
-        """Return the bytes in use, for "VmRSS", or the largest number so far, for "VmHWM".
+        """Return the bytes in use ("VmRSS"), or the maximum so far ("VmHWM").
 
-        Some sandboxes do not tell them; the result is then None.
+        Some sandboxes do not report these values; the result is then None.
         """
         if self._device.type == "cpu":
             with suppress(OSError):

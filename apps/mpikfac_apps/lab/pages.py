@@ -9,7 +9,7 @@ import jinja2
 
 
 def rendered(template: Path, **values: Any) -> str:
-    """Return the text of a template; in one that ends in .html, values are escaped.
+    """Return a template filled with values, which are escaped if the file ends in .html.
 
     Raises:
         jinja2.UndefinedError: the template uses a name that is not in `values`.

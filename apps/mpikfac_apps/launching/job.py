@@ -1,4 +1,4 @@
-"""Run an MPI job to its end, and convert Ctrl-C and SIGTERM to requests to stop.
+"""Run an MPI job to its end, and convert Ctrl-C and SIGTERM into requests to stop.
 
 MPI launchers kill all ranks on Ctrl-C. The launcher therefore runs in a separate session, and this
 process receives the signals.
@@ -58,7 +58,7 @@ class MpiJob:
         self._order = order
         self._requests: list[signal.Signals] = []  # signals to this process, in order
         self._answered = 0  # the number of `_requests` that have been handled
-        self._killed_at = 0.0  # monotonic time of the order to end immediately; 0 if none
+        self._killed_at = 0.0  # monotonic time at which the job was told to end at once; 0 if never
         self._former = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGHUP, *SIGNALS)
@@ -68,7 +68,7 @@ class MpiJob:
         self._process = subprocess.Popen(
             order.command,
             env={**order.environment, LAUNCHER: str(order.directory)},
-            stdin=subprocess.DEVNULL if os.isatty(0) else None,  # the shell reads the terminal
+            stdin=subprocess.DEVNULL if os.isatty(0) else None,  # only the shell reads a terminal
             stdout=output[1],
             stderr=error[1],
             start_new_session=True,
@@ -167,7 +167,7 @@ class MpiJob:
 
 
 def say(text: str) -> None:
-    """Print a line of the launcher."""
+    """Print a line that begins with `mpikfac launch`."""
     with suppress(OSError):  # the terminal is gone
         print(files.printable(f"mpikfac launch: {text}"), file=sys.stderr, flush=True)
 
@@ -177,9 +177,9 @@ def _named(number: signal.Signals) -> str:
 
 
 def _stream(descriptor: int) -> tuple[int, int]:
-    """Return the reading and the writing end of a stream that is forwarded to a descriptor.
+    """Return the read end and the write end of a stream that is forwarded to a descriptor.
 
-    If the descriptor is a terminal, so is the stream, because programs show progress on a terminal.
+    If the descriptor is a terminal, so is the stream: programs show progress only on a terminal.
     """
     if not os.isatty(descriptor):
         return os.pipe()

@@ -30,12 +30,12 @@ Start a program on N ranks of this machine, under the MPI that mpi4py loads.
   mpikfac launch -n 4 train --data.name digits
   mpikfac launch -n 4 my_script.py --lr 0.01
 
-PROGRAM is train, evaluate, influence, laplace, equations, check, calibrate or an example of
-mpikfac, or a Python file.
+PROGRAM is a Python file, or one of mpikfac's programs: train, evaluate, influence, laplace,
+equations, check, calibrate, or an example.
 
-With --watchdog_timeout, the ranks of a script write their stacks and end if no rank begins or ends
+With --watchdog_timeout, a script's ranks write their stacks and exit if no rank begins or completes
 a step for SECONDS. Choose more than the longest step, evaluation or checkpoint takes. Under mpirun,
-set MPIKFAC_WATCHDOG_TIMEOUT=SECONDS instead. Programs have their own option.
+set MPIKFAC_WATCHDOG_TIMEOUT=SECONDS instead. mpikfac's programs have their own option.
 
 Ctrl-C or SIGTERM asks the training to stop after a step, with a checkpoint; the same command with
 --resume auto continues. Your own script receives SIGTERM on every rank, which ends it unless it
@@ -59,19 +59,19 @@ class RankProgram(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The command of a rank as a user writes it."""
+        """The command that each rank runs, as a user writes it."""
         start = ["mpikfac"] if self.name in PROGRAMS else ["python", "-m", "mpi4py"]
         return [*start, self.name, *self.arguments]
 
     @property
     def command(self) -> list[str]:
-        """The command of a rank; with -m mpi4py, a rank that raises ends all ranks."""
+        """The command that each rank runs; with -m mpi4py, an error on any rank ends all ranks."""
         package = ["-m", "mpikfac_apps"] if self.name in PROGRAMS else []
         return [sys.executable, "-m", "mpi4py", *package, self.name, *self.arguments]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start a program on several ranks, and wait for the end; return the program's exit code.
+    """Start a program on several ranks, wait until it ends, and return its exit code.
 
     The code is 2 if the program was not started, after a one-line message, or if it rejects an
     option.
@@ -116,7 +116,9 @@ def _check_timeout(timeout: str, name: str) -> None:
         ValueError: the limit is not a number of seconds, or the program has its own option.
     """
     if name in PROGRAMS:
-        raise ValueError(f"{TIMEOUT} {timeout} before {name} is for scripts; put it after {name}")
+        raise ValueError(
+            f"{TIMEOUT} {timeout} before {name} is only for scripts; put it after {name}"
+        )
     if not re.fullmatch(r"[0-9]{1,8}(\.[0-9]*)?", timeout) or not float(timeout):
         raise ValueError(f"{TIMEOUT} {timeout} must be a number of seconds > 0")
 
@@ -166,10 +168,13 @@ def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
     ranks, words = program.ranks, shlex.join(program.words)
     if "SLURM_JOB_ID" in environ:
         plugin = mpi.PLUGINS[mpi.loaded_mpi(environ).maker]
-        raise ValueError(f"Slurm starts a job's ranks; use srun --mpi={plugin} -n {ranks} {words}")
+        raise ValueError(
+            f"in a Slurm job, srun starts the ranks; use srun --mpi={plugin} -n {ranks} {words}"
+        )
     if "PBS_JOBID" in environ:
-        raise ValueError(f"PBS knows a job's hosts; use mpirun -n {ranks} {words}")
+        raise ValueError(f"in a PBS job, mpirun finds the hosts; use mpirun -n {ranks} {words}")
     if started := [name for name in RANK_VARIABLES if name in environ]:
         raise ValueError(
-            f"{started[0]} is set: a rank cannot start ranks; leave out mpirun, srun or torchrun"
+            f"{started[0]} is set, so this process is a rank and cannot start ranks; leave out "
+            f"mpirun, srun or torchrun"
         )

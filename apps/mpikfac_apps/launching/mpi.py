@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OPEN, INTEL, MPICH = "Open MPI", "Intel(R) MPI", "MPICH"
-# Names of launchers, the best first. Intel's mpirun is a script, which leaves ranks behind when it
-# ends; Debian's mpirun can be the launcher of another MPI.
+# Names of launchers, in order of preference. Intel's mpirun is a script, which leaves ranks behind
+# when it ends; Debian's mpirun can be the launcher of another MPI.
 STARTERS = {
     OPEN: ("mpirun.openmpi", "mpirun"),
     INTEL: ("mpiexec.hydra", "mpirun"),
     MPICH: ("mpiexec.hydra", "mpiexec.mpich", "mpiexec", "mpirun"),
 }
-PLUGINS = {OPEN: "pmix", INTEL: "pmi2", MPICH: "pmi2"}  # of srun
+PLUGINS = {OPEN: "pmix", INTEL: "pmi2", MPICH: "pmi2"}  # for `srun --mpi`
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 LOOK = """
 import mpi4py
@@ -34,7 +34,7 @@ REMEDY = "install one with pip install 'mpikfac[mpi]', or load the module of you
 
 @dataclass(frozen=True)
 class Mpi:
-    """The MPI of the ranks to start.
+    """The MPI with which ranks are started.
 
     Attributes:
         maker: OPEN, INTEL or MPICH; derivatives of MPICH count as MPICH.
@@ -48,7 +48,7 @@ class Mpi:
 
     @property
     def of_environment(self) -> bool:
-        """Whether the library belongs to the environment of this Python, such as a wheel."""
+        """Whether the library is part of this Python's environment, for example from a wheel."""
         return self.library.is_relative_to(Path(sys.prefix).resolve())
 
 
@@ -87,7 +87,7 @@ def loaded_mpi(environ: Mapping[str, str]) -> Mpi:
 
 
 def library_path(starter: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that lets mpi4py load the library of a chosen launcher."""
+    """Return the environment variable with which mpi4py loads the library of a given launcher."""
     if starter is None or "MPI4PY_LIBMPI" in environ:
         return {}
     prefix = Path(starter).resolve().parent.parent
@@ -124,7 +124,7 @@ def command(
 
 
 def usual_flags(mpi: Mpi, ranks: int) -> list[str]:
-    """Return the options for ranks on this machine alone.
+    """Return the options for a job whose ranks all run on this machine.
 
     With --oversubscribe, waiting ranks yield their core. Open MPI would otherwise bind each rank
     to a core, and two jobs would share core 0. MPICH and Intel MPI need no option.
@@ -150,15 +150,15 @@ def variables(mpi: Mpi, ranks: int, memory: Path, environ: Mapping[str, str]) ->
     """Return the environment of the job.
 
     Args:
-        memory: a directory for this job alone, on a file system in memory.
+        memory: a directory for this job alone, on an in-memory file system.
     """
     defaults = {"HOME": os.path.expanduser("~")}  # Open MPI does not start without it
     if "MPIRUN_FLAGS" not in environ:  # all ranks are on this machine
         defaults["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     if mpi.maker == OPEN and mpi.of_environment:
-        # The search for fast networks takes a second; a site's own MPI keeps the site's choice.
+        # Searching for fast networks takes a second. A site's own MPI keeps the site's settings.
         defaults |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp"}
-        # An aborted job leaves its shared memory behind, under a name that two jobs can share.
+        # An aborted job leaves its shared memory behind, under a name that another job can use.
         defaults["OMPI_MCA_btl_sm_backing_directory"] = str(memory)
     chosen = library_path(mpi.starter if "MPIRUN" in environ else None, environ)
     return {**defaults, **environ, **chosen}

@@ -1,4 +1,4 @@
-"""Forward the output of a job without MPI's notes about the end of a job.
+"""Forward a job's output, but not MPI's notes about how the job ended.
 
 The program itself reports what went wrong, and the notes would repeat it in fourteen lines.
 """
@@ -12,7 +12,7 @@ from contextlib import suppress
 
 DASHES, SIGNS = b"-" * 74, b"=" * 83  # above and below a note of Open MPI and of MPICH
 END = rb"(?<=[^\n])\n"  # the end of a line; MPICH begins a note with an empty line
-LATE = 0.3  # seconds for which a rule or a partial line is held back; MPI writes notes at once
+LATE = 0.3  # seconds for which a rule or a partial line is held back; MPI writes a note all at once
 ENDS = (
     b"exited with non-zero status",
     b"a non-zero exit code",
@@ -35,7 +35,7 @@ KILLED = re.compile(
 
 
 class Output:
-    """A stream of a job, as written by the MPI launcher.
+    """An output stream of a job, as written by the MPI launcher.
 
     Args:
         target: the descriptor to which the stream is forwarded.
@@ -49,7 +49,7 @@ class Output:
         self.spoken = False
         self.killed: re.Match[bytes] | None = None
         self._target = target
-        self._note: list[bytes] = []  # the lines of a note without a lower rule yet
+        self._note: list[bytes] = []  # the lines of a note whose lower rule has not been read yet
         self._line = b""  # the unwritten part of the current line
         self._begun = False  # whether a part of the current line is written
         self._dropped = False  # whether the last output was a note
@@ -111,13 +111,13 @@ class Output:
         self._dropped = False
         self.spoken |= not self._begun and content.lstrip(b"\n").startswith(b"mpikfac")
         self._begun = not content.endswith(b"\n")
-        with suppress(OSError):  # the reader has ended
+        with suppress(OSError):  # the reader has exited
             while content:
                 content = content[os.write(self._target, content) :]
 
 
 def rule_of(line: bytes) -> bytes:
-    """Return the rule at the end of a line; b"" if there is none, or a longer one."""
+    """Return the rule at the end of a line; b"" if there is none, or if it is longer."""
     text = line.strip(b"\0\r\n")
     rule = next((rule for rule in (DASHES, SIGNS) if text.endswith(rule)), b"")
     return b"" if text.removesuffix(rule).endswith(rule[:1] or b" ") else rule

@@ -1,4 +1,4 @@
-"""The programs of the command `mpikfac` by name, and what they print before they start."""
+"""The programs of the `mpikfac` command by name, and what they print before they start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANK_VARIABLES = (
 
 
 class Program(NamedTuple):
-    """A program of the command `mpikfac`.
+    """A program of the `mpikfac` command.
 
     Attributes:
         module: the module with `main`.
@@ -55,7 +55,7 @@ PROGRAMS = {
     "check": Program(
         "checking.check",
         "checking.options:CHECK",
-        "check which layers of a model K-FAC covers, and that the results are right",
+        "check which layers of a model K-FAC covers, and whether its results are right",
         ranks=True,
     ),
     "calibrate": Program(
@@ -82,7 +82,7 @@ PROGRAMS = {
     "compare": Program(
         "lab.study.compare",
         "lab.study.compare:COMPARE",
-        "compare several runs in a table and in curves",
+        "compare several runs with a table and curves",
     ),
     "study": Program(
         "lab.study.study",
@@ -103,13 +103,13 @@ PROGRAMS = {
     "laplace": Program(
         "lab.laplace.laplace",
         "lab.laplace.options:LAPLACE",
-        "test a network, given the uncertainty of its weights",
+        "evaluate a network, taking the uncertainty of its weights into account",
         ranks=True,
     ),
     "equations": Program(
         "lab.equations.equations",
         "lab.equations.options:EQUATIONS",
-        "solve a differential equation of known solution with a network",
+        "solve a differential equation with a known solution using a network",
         ranks=True,
     ),
     "pack": Program(
@@ -146,8 +146,8 @@ PROGRAMS = {
 def run(name: str, arguments: list[str]) -> int:
     """Run a program; return the exit code.
 
-    Help and unknown options are handled before torch and MPI are imported, which takes seconds. A
-    rank of a job leaves this to the program, in which a single rank answers.
+    Help and unknown options are handled before torch and MPI are imported, which takes seconds.
+    Inside a job, this is left to the program, in which a single rank answers.
     """
     if not any(variable in os.environ for variable in RANK_VARIABLES):
         code = answer(name, arguments)

@@ -1,1 +1,1 @@
-"""The options of a run: their names, reading, checks, and the strategy built from them."""
+"""The options of a run: how they are named, read and checked, and the strategy they describe."""

@@ -10,7 +10,7 @@ import yaml
 from mpikfac import files
 
 MOST = 10_000
-"""The maximum number of values and keys of a document, with aliases expanded."""
+"""The maximum number of values and keys in a document, with aliases expanded."""
 TAG = "tag:yaml.org,2002:"
 PLAIN = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
 
@@ -24,7 +24,7 @@ class Bounded(yaml.SafeLoader):
         self._complete: dict[yaml.Node, tuple[int, int]] = {}  # values and levels
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next node, including its children, after a check of depth and size."""
+        """Return the next node, including its children, after checking its depth and size."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         alias = self.check_event(yaml.AliasEvent)
         self._level += 1

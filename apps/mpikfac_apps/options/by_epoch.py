@@ -13,7 +13,7 @@ EXAMPLE = "0.03 until 30, 0.01 until 60, 0.003"
 
 @dataclass(frozen=True)
 class ByEpoch:
-    """A schedule by epoch: a value and its changes.
+    """A schedule by epoch: an initial value and its changes.
 
     Attributes:
         first: the value at epoch 0.
@@ -29,7 +29,7 @@ class ByEpoch:
         return next(reached, self.first)
 
     def __str__(self) -> str:
-        """Return the text, as `read` expects it."""
+        """Return the text from which `read` creates this schedule."""
         ends = [f"{n!r} until {end}" for n, (end, _) in zip(self.numbers, self.changes)]
         return ", ".join([*ends, repr(self.numbers[-1])])
 

@@ -12,7 +12,7 @@ from mpikfac_apps.options.sources import OptionSource, belongs, settled
 
 
 def with_choices(strategy: Strategy, given: Mapping[str, Any]) -> Strategy:
-    """Return a strategy with changed options, given by key, such as "refresh.staleness".
+    """Return a strategy with the options in `given`, whose keys are such as "refresh.staleness".
 
     If the type of a joint changes, the options of its former type are dropped.
 

@@ -59,8 +59,8 @@ class CommandLine(Generic[Group]):
         basic: the options that --help shows, while --help_all shows all of them; if empty, --help
             shows all.
         files: whether --config FILE names YAML files of options.
-        usual: returns, by full key, the values that replace defaults and null, given `group` and
-            the values that are set.
+        usual: a function of `group` and the values that are set; it returns, by full key, the
+            values that replace defaults and nulls.
         presets: values by name, such as those of named strategies.
     """
 
@@ -76,12 +76,12 @@ class CommandLine(Generic[Group]):
     ) -> Group:
         """Return the options of a command line.
 
-        Values come, in this order, from the defaults, from `usual`, from a preset, from `kept`,
-        from files, and from the rest of the command line; see `sources`.
+        Values come from the defaults, `usual`, a preset, `kept`, files, and the rest of the command
+        line; later sources override earlier ones (see `sources`).
 
         Args:
             argv: the arguments; None for those of the process.
-            kept: options by key, as in a YAML file; needs `files`.
+            kept: options by key, as in a YAML file; requires `files`.
 
         Raises:
             ValueError: an option is invalid; the message is a line with key, value and allowed
@@ -196,7 +196,7 @@ class Help(argparse.HelpFormatter):
 
 
 def _check_digits(arguments: Iterable[str]) -> None:
-    """Raise an error for a number with more digits than a float or a file name can have."""
+    """Raise ValueError for a number with more digits than a float or a file name can have."""
     for argument in arguments:
         if re.search(r"\d{300}", argument):
             short = reprlib.repr(argument)
@@ -248,7 +248,7 @@ def _placeholders(options: Iterable[Leaf]) -> Iterator[str]:
 
 
 def _placeholder(leaf: Leaf) -> str:
-    """Return the word for an option's value in help."""
+    """Return the placeholder for an option's value in help."""
     return NAME if leaf.joint else leaf.key.rpartition(".")[2].upper()
 
 

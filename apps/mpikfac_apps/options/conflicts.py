@@ -58,8 +58,8 @@ def _check_strategy(options: Options, ranks: int) -> None:
         raise ValueError(f"strategy=auto needs optimizer=kfac, not {options.optimizer}")
     if options.accumulate > 1 and strategy.transport.overlap:
         raise ValueError(
-            f"accumulate={options.accumulate} needs transport.overlap=false: messages are sent "
-            f"during the only backward pass of a step"
+            f"accumulate={options.accumulate} needs transport.overlap=false: overlapped messages "
+            f"need a single backward pass per step"
         )
     sync = strategy.sync
     if not sync.waits_for_all and options.optimizer == "kfac":
@@ -76,7 +76,7 @@ def _check_strategy(options: Options, ranks: int) -> None:
 
 
 def _check_split(options: Options, ranks: int) -> None:
-    """Check how split layers are named, and for options that exclude them."""
+    """Check the names of split layers, and that no other option rules out splitting."""
     split, tp_size = options.distribution.split, options.distribution.tp_size
     if tp_size and split in ([], [AUTO]):
         raise ValueError(f"tp_size={tp_size} needs names of layers in split_layers, not {split}")
@@ -120,7 +120,7 @@ def _check_frozen(options: Options, ranks: int) -> None:
 
 
 def _check_groups(options: Options, ranks: int) -> None:
-    """Check for options that need a loss without peers, or groups that end at different steps."""
+    """Check for options that need a loss without peers, or would end groups at different steps."""
     groups, task = options.codistillation.groups, network(options.model).task
     if groups == 1:
         return
@@ -245,7 +245,7 @@ def check_size(options: Options, size: tuple[int, ...]) -> None:
 
 
 def pixels(data: DataOptions) -> int | None:
-    """Return the side length in pixels or the tokens of a window; None if the data determine it."""
+    """Return the side length in pixels or the tokens per window; None if the data determine it."""
     return data.size or source(data.name).size
 
 
@@ -312,8 +312,8 @@ def _check_momentum(options: Options) -> None:
         )
     if options.nesterov and options.momentum_of_gradients:
         raise ValueError(
-            "nesterov=true needs kfac.momentum_of=directions, not gradients: the momentum of "
-            "gradients is always Nesterov's"
+            "nesterov=true needs kfac.momentum_of=directions, not gradients: gradient momentum is "
+            "always Nesterov momentum"
         )
 
 
@@ -346,7 +346,7 @@ def _check_quadratic(options: Options) -> None:
 
 
 def _check_passes(options: Options) -> None:
-    """Check for options that do not allow several passes, or passes in another dtype."""
+    """Check for options that cannot be combined with several passes, or with another dtype."""
     if options.accumulate > 1 and options.virtual_ranks:
         raise ValueError(
             f"accumulate={options.accumulate} needs transport.virtual_ranks=null, not "
@@ -358,10 +358,10 @@ def _check_passes(options: Options) -> None:
 
 
 def global_batch(options: Options, ranks: int) -> int | ByEpoch:
-    """Return the number of images per step, on all ranks together, or numbers by epoch.
+    """Return the number of images per step, on all ranks together, or a schedule by epoch.
 
     If the options set no batch, this is `USUAL_BATCH`, or the next smaller number that can be
-    divided among ranks and virtual ranks.
+    divided evenly among ranks and virtual ranks.
 
     Raises:
         ValueError: both batch options are set, or the number of ranks does not divide the batch.

@@ -34,8 +34,8 @@ SYNONYMS = {
 }
 """The options that correspond to names in other programs."""
 LIKENESS = 0.7  # the minimum similarity of a misspelt word, as measured by `difflib`
-MOST_SHOWN = 30  # keys in a message
-MOST_GUESSES = 3  # suggested keys
+MOST_SHOWN = 30  # maximum number of known keys in a message
+MOST_GUESSES = 3  # maximum number of suggested keys
 
 
 def read(path: str) -> str:

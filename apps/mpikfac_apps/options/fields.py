@@ -1,4 +1,4 @@
-"""Options as fields of dataclasses: a field declares name, type, default, bounds and help once.
+"""Options as fields of dataclasses: a field declares name, type, default, bounds and help text.
 
 Dataclasses of the library serve as groups of options. A field can be a dataclass itself: the
 options of the inner dataclass have the field's name as a prefix ("data.name"), or no prefix
@@ -69,18 +69,18 @@ class Leaf:
 
     Attributes:
         key: the name that a user writes, with dots: "kfac.damping".
-        path: names of the fields that lead to the value.
+        path: the names of the fields that lead to the value.
         kind: the type.
         default: the value if the option is not set, as a user would write it; REQUIRED if the
             option must be set.
-        help: the text about the field in the docstring of the dataclass.
-        section: the heading above the option in help; by default the first line of the docstring
-            of the dataclass.
+        help: the description of the field in the dataclass's docstring.
+        section: the heading above the option in help; by default, the first line of the dataclass's
+            docstring.
         bounds: the bounds of a number, such as ("> 0", "<= 1"), which do not exclude null.
         positional: whether the value is given without the name.
         scheduled: whether the value can change with the epoch.
         read: the function that converts a string to the value; None if the string is the value.
-        joint: the base of the types that the option can name; None if the value is not a type.
+        joint: the base class of the types that the option can name; None if it names no type.
         without: fields of the types that are not options.
     """
 
@@ -107,7 +107,7 @@ class Leaf:
         """A description of the allowed values."""
         first, *others = map(_in_words, alternatives(self.kind))
         first = joints.allowed(self.joint) if self.joint else first
-        others += [f'numbers by epoch such as "{by_epoch.EXAMPLE}"'] if self.scheduled else []
+        others += [f'a schedule such as "{by_epoch.EXAMPLE}"'] if self.scheduled else []
         return " or ".join([" ".join([first, " and ".join(self.bounds)]).strip(), *others])
 
     @property
@@ -131,7 +131,7 @@ class Leaf:
         return typing.get_origin(self.kind) is Literal
 
     def check(self, value: Any) -> None:
-        """Check that numbers are within bounds and not huge, and that null is allowed.
+        """Check that numbers are within bounds and not huge, and that a null is allowed.
 
         Raises:
             ValueError: one line with key, value and bounds.
@@ -195,7 +195,7 @@ def inline(group: Callable[[], Any], without: Collection[str] = (), **names: str
 
     Args:
         without: fields that are not options and keep their defaults.
-        names: the name of an option by the name of the field, if they differ.
+        names: the names of options by the names of their fields, where they differ.
     """
     metadata = {"inline": True, "without": frozenset(without), "renamed": names}
     return dataclasses.field(default_factory=group, metadata=metadata)
@@ -236,7 +236,8 @@ def possible(group: type, within: Collection[type] = ()) -> dict[str, Leaf]:
     """Return the options that a dataclass has for any of the known types, by key.
 
     Args:
-        within: bases of types that contain the dataclass; their joints are not followed again.
+        within: base classes of types that contain the dataclass; their joints are not expanded
+            again.
     """
     found: dict[str, Leaf] = {}
     for leaf in leaves(group):
@@ -255,7 +256,7 @@ def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
     """Yield the options of a dataclass.
 
     Args:
-        like: an instance of the dataclass with the defaults; None for those of the dataclass.
+        like: an instance whose values are the defaults; None for the dataclass's own defaults.
     """
     heading, helps, hints = _described(group)
     for field in dataclasses.fields(group):
@@ -297,7 +298,7 @@ def _below(group: type, types: Types, like: Any) -> Iterable[Leaf]:
 
 @functools.cache
 def _described(group: type) -> tuple[str, dict[str, str], dict[str, Any]]:
-    """Return the first line of a dataclass's docstring, and help and types of its fields."""
+    """Return the first line of a dataclass's docstring, and its fields' help and types."""
     about = docstring_parser.parse(group.__doc__ or "")
     texts = (docstring_parser.parse(base.__doc__ or "") for base in reversed(group.__mro__))
     helps = {param.arg_name: param.description or "" for text in texts for param in text.params}
@@ -316,7 +317,7 @@ def _hints(group: type) -> dict[str, Any]:
         )
         try:
             hints |= typing.get_type_hints(of_fields, localns=ANNOTATIONS)
-        except NameError as error:  # in a file of the user
+        except NameError as error:  # in a user's file
             raise ValueError(
                 f"{base.__name__} has an unknown annotation: {error}; the file must import the name"
             ) from error
@@ -324,7 +325,7 @@ def _hints(group: type) -> dict[str, Any]:
 
 
 def _inside_of(name: str, types: Types) -> dict[str, str | None]:
-    """Return the types inside the field `name`."""
+    """Return the types of the joints inside the field `name`."""
     prefix = f"{name}."
     return {k.removeprefix(prefix): kind for k, kind in types.items() if k.startswith(prefix)}
 
@@ -339,9 +340,9 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 def _of_joint(
     option: Leaf, hint: Any, base: type[Choice], types: Types, meta: Mapping[str, Any]
 ) -> Iterator[Leaf]:
-    """Yield the option that names the type of a joint, and the options of the type.
+    """Yield the option that names the type of a joint, and the options of that type.
 
-    The joint's default sets the defaults of its own type.
+    For the type of the joint's default, this default determines the defaults of the options.
     """
     name, usual = option.key, option.default
     kind = str | None if type(None) in alternatives(hint) else str
@@ -372,14 +373,14 @@ def _help(text: str, names: Collection[str]) -> str:
 
 
 def _inside(name: str, leaf: Leaf, meta: Mapping[str, Any]) -> Leaf:
-    """Return an option of a dataclass that is the field `name` of another dataclass."""
+    """Return an option of the dataclass in the field `name` as one of the outer dataclass."""
     key, path = leaf.key, (name, *leaf.path)
     key = meta["renamed"].get(key, key) if meta.get("inline") else f"{name}.{key}"
     return dataclasses.replace(leaf, key=key, path=path, section=meta.get("section", leaf.section))
 
 
 def build(group: type[Group], values: Mapping[str, Any], given: Collection[str] = ()) -> Group:
-    """Return a dataclass with the values of options; missing options have their defaults.
+    """Return a dataclass with the given option values, and defaults for missing options.
 
     Args:
         given: the keys that a user sets.
@@ -434,8 +435,8 @@ def _typed(base: type[Choice], tree: Mapping[str, Any], joint: str, usual: Any) 
     """Return the value of a joint.
 
     Args:
-        tree: the name of the type, and values of the type's fields.
-        usual: the default of the joint, whose values are kept if the type does not change.
+        tree: the name of the type, and the values of its fields.
+        usual: the joint's default, whose values are kept if the type does not change.
     """
     values = dict(tree)
     name = values.pop(TYPE, None) if TYPE in values or usual is REQUIRED else joints.name_of(usual)
@@ -454,7 +455,7 @@ def flat(options: DataclassInstance) -> dict[str, Any]:
 
 
 def types_of(options: Any, prefix: str = "") -> dict[str, str | None]:
-    """Return the names of the types in a dataclass by key."""
+    """Return the names of the types of a dataclass's joints by key."""
     types: dict[str, str | None] = {}
     group: type = type(options)
     _, _, hints = _described(group)
@@ -494,9 +495,9 @@ def dtype(name: str) -> torch.dtype:
 
 
 def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
-    """Return a library type as an option's type: dtypes are named, functions are left out.
+    """Return the type of a library field as an option's type, with names for dtypes.
 
-    A string is one of `names`, unless `names` is empty.
+    Functions are left out. A string is one of `names`, unless `names` is empty.
     """
     words: list[str] = []
     members = []
@@ -514,7 +515,7 @@ def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
 
 
 def _takes_tuples(hint: Any) -> bool:
-    """Return whether a tuple is a value of a type."""
+    """Return whether a type accepts tuples."""
     return any(typing.get_origin(member) is tuple for member in alternatives(hint))
 
 

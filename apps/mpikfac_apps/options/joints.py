@@ -1,4 +1,4 @@
-"""Options that choose a type: the types that a joint accepts, by name, and the names of types.
+"""Options that choose a type: look up the types that a joint accepts, and the names of types.
 
 A joint is a field whose type is derived from `Choice`, such as `sync: Synchronization`. A name
 selects one of the known types; FILE.py:CLASS is a type defined by the user.
@@ -18,7 +18,7 @@ C = TypeVar("C", bound=Choice)
 OWN = "FILE.py:CLASS"
 
 _spelled: dict[type, str] = {}
-"""User-defined types, by the text that named them."""
+"""User-defined types, by the text FILE.py:CLASS that named them."""
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
@@ -28,7 +28,7 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def base_of(hint: Any) -> type[Choice] | None:
-    """Return the base of a joint's types, or None if a field of this type is not a joint."""
+    """Return the base class of a joint's types; None if a field of this type is not a joint."""
     members = [member for member in alternatives(hint) if member is not types.NoneType]
     if len(members) == 1 and isinstance(members[0], type) and issubclass(members[0], Choice):
         return members[0]

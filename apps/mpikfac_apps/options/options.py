@@ -81,31 +81,31 @@ class DataOptions:
             folder or a packed file, evenly spaced images; for curves and synthetic images, the
             number to generate; for a text, the number of windows. null for all images or windows,
             20,000 curves or 1024 synthetic images.
-        test_images: the number of test images to use, chosen like training images; null for all
-            images. Fewer images make evaluations faster but less precise.
+        test_images: the number of test images to use, chosen in the same way; null for all images.
+            Fewer images make evaluations faster but less precise.
         augment: shift and mirror training images at random; gaps are filled with black pixels. For
             images in files, a random crop is rescaled, and mirrored at random.
         shift: the maximum number of pixels by which augment shifts an image in each direction; null
             for 4.
         mirror: how augment mirrors images. null: half of the images, at random; "alternating":
-            random images in the first epoch, and each image in every second epoch.
+            each image in every second epoch, beginning at random with the first or the second.
         mixup: alpha of mixup: each training image, and its loss, becomes a weighted mean over two
             images; each step draws the weight from Beta(alpha, alpha). null for none.
         cutmix: alpha of cutmix: a box in each training image shows another image, and the loss
             weights the labels by area; each step draws the fraction from Beta(alpha, alpha).
             With both mixup and cutmix, each step chooses one of them at random. null for none.
         size: the side length in pixels of patches, null for 28; of synthetic images, null for 32;
-            of the crop of an image in a file that the network receives, null for 224; the bytes of
-            a window of text, null for 64; or the side length in voxels of a crop of a volume, null
-            for 16.
+            of the crop of an image in a file that the network receives, null for 224; the length in
+            bytes of a window of text, null for 64; or the side length in voxels of a crop of a
+            volume, null for 16.
         classes: the number of classes of synthetic images; null for 10.
-        workers: the number of processes per rank that decode images in files in advance; 0: the
-            rank decodes them itself; null for 2. Results do not depend on it.
+        workers: the number of processes per rank that decode images in files in advance; with 0,
+            the rank decodes them itself; null for 2. Results do not depend on this number.
         max_broken_images: the maximum number of broken images in files. A broken image is replaced
             by the next image of its class, and logged; one more broken image ends the run. null for
             0.
         cache: a directory on the disk of each node, to which one rank of each node copies the
-            images of a packed file before the training. null for no copy.
+            images of a packed file before training. null for no copy.
     """
 
     name: str = section("data", listed(DATASETS, "digits"))
@@ -132,11 +132,11 @@ class GroupOptions:
         groups: the number of groups of ranks. Each group trains its own model in
             RUN_DIR/group-NUMBER, with the seed `seed + NUMBER` and its own batches, and learns
             from the predictions of the other groups. 1: all ranks train one model.
-        burn_in: the number of steps at the start in which groups train independently; null for all
-            steps of the first epoch.
+        burn_in: the number of initial steps in which groups train independently; null for all steps
+            of the first epoch.
         swap_every: the number of steps from one swap of weights between groups to the next.
-        distill_weight: the weight in the loss of the divergence from the predictions of the other
-            groups; 0: groups train independently.
+        distill_weight: the weight, in the loss, of the divergence from the other groups'
+            predictions; with 0, groups train independently.
     """
 
     groups: int = bounded(1, ">= 1")
@@ -157,14 +157,14 @@ class StrategyOptions:
 
     Args:
         strategy: the name of a strategy; `mpikfac strategies` lists all names. The strategy sets
-            the defaults of the options of assignment, sync, compression, refresh and transport.
+            the defaults of the assignment, sync, compression, refresh and transport options.
             "auto" chooses the K-FAC strategy with the shortest predicted time on `machine`.
         machine: a measured machine: a file written by `mpikfac calibrate`, or the name of a
             published machine, as for `mpikfac simulate`. Overlapped strategies choose their
             messages for the machine, and strategy=auto chooses everything.
         split_layers: the layers whose channels are divided among groups of ranks: NAME=outputs or
             NAME=inputs for each layer, or only "auto" for the cheapest distribution of each layer,
-            by seconds on `machine`, or by bytes if there is no machine.
+            measured in seconds on `machine`, or in bytes if there is no machine.
         tp_size: the number of ranks in a group that divides layers; null for all ranks or, with
             split_layers=auto, for the cheapest number.
         assignment: which ranks decompose factors, precondition gradients and update weights.
@@ -199,7 +199,7 @@ class StrategyOptions:
         return Strategy(*(getattr(self, joint) for joint in JOINTS))
 
     def renamed(self, name: str) -> StrategyOptions:
-        """Return the options with a different strategy, by name, and without other choices."""
+        """Return the options with the strategy `name` and no other choices."""
         return replace(self, strategy=name, **vars(get_strategy(name)[0]))
 
     def own_choices(self) -> list[str]:
@@ -256,8 +256,8 @@ class KfacOptions:
         factor_update_steps: the number of steps between two updates of the factors. null: 10, but
             fewer in the first 160 steps; 1 with shampoo, kl-shampoo and soap.
         inv_update_steps: the number of steps between two decompositions of the factors. null: the
-            strategy's value, which is 50 for most strategies, but less in the first 160 steps.
-        preconditioner: the preconditioner of gradients; K-FAC is one of several that share a plan.
+            strategy's value, which is 50 for most strategies, but smaller in the first 160 steps.
+        preconditioner: the preconditioner of gradients; K-FAC is one of several.
             A preconditioner has its own defaults for damping, grafting, momentum and
             factor_update_steps, which apply unless you set these options. "inverse": damped
             inverses; "eigen": eigenbases; "ekfac": eigenbases with eigenvalues from the gradients
@@ -270,15 +270,16 @@ class KfacOptions:
             gradients, before K-FAC preconditions them; needs grafting by Adam. "directions":
             momentum of the directions, which the optimizer applies; use smaller learning rates.
             null: "gradients" with such grafting and no clip or nesterov, otherwise "directions".
-        budget: the maximum average number of operations of statistics and decompositions, as a
-            fraction of those of the forward and backward passes; the limit is 1 in the first 160
+        budget: the maximum average number of operations in statistics and decompositions, as a
+            fraction of those in the forward and backward passes; the limit is 1 in the first 160
             steps. To meet it, intervals are lengthened, and factors are cut into blocks with at
                 most half as many rows as a batch has vectors, or 128. With null, or if you set an
                 interval, there is no limit.
         damping_adapt: the number of steps between two adaptations of the damping to how well the
             quadratic model predicts the loss; each adaptation costs a forward pass. null: the
             damping is not adapted.
-        grafting: determines the length of each layer's direction. With a clip, the default is none.
+        grafting: what determines the length of each layer's direction. With a clip, the default is
+            none.
         clip: a bound on the directions of all layers together.
         matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands, on tensor cores: "tf32" to 10 bits of mantissa, "bfloat16" to 7
@@ -308,7 +309,7 @@ class KfacOptions:
 
     @property
     def lasting_factor_update_steps(self) -> int:
-        """The steps between updates of factors at the start or, by default, after 160 steps."""
+        """The value of `factor_update_steps` at epoch 0, or the default after 160 steps."""
         return (
             FACTOR_EVERY if self.factor_update_steps is None else at_start(self.factor_update_steps)
         )
@@ -322,16 +323,16 @@ USUAL_RATES = {
 
 K-FAC's rate assumes steps as long as Adam's, and momentum applied to gradients.
 """
-FOR_DIRECTIONS = 0.4  # times the default rate: momentum applied to directions lengthens steps
+FOR_DIRECTIONS = 0.4  # scales the default rate, as momentum applied to directions lengthens steps
 
 
 @dataclass(frozen=True)
 class LearningOptions:
-    """What a run learns, with which optimizer and in how many epochs.
+    """What a run learns, with which optimizer, and for how many epochs.
 
     Args:
         optimizer: the optimizer. "kfac": SGD with gradients that kfac.preconditioner preconditions,
-            with K-FAC, Shampoo, Muon and others under one plan; the rest are baselines. "muon":
+            by K-FAC, Shampoo, Muon or others; the other optimizers are baselines. "muon":
             Muon for weights of linear layers and convolutions, with filters as matrices, and AdamW
             for the first layer, the last layer and all other parameters; "soap": Adam in Shampoo's
             eigenbases; "lars" and "lamb": SGD and Adam with steps in proportion to the norm of the
@@ -355,8 +356,8 @@ class LearningOptions:
         eval_every: the number of epochs from one evaluation on the test images to the next; a run
             always ends with an evaluation after its last epoch.
         eval_steps: the number of steps from one additional evaluation to the next, also within
-            epochs; null for none. Ranks with replicas of the weights average them beforehand.
-        keep_best: save the weights with the best test result so far in RUN_DIR/best.pt.
+            epochs; null for none. Ranks with different replicas average their weights beforehand.
+        keep_best: save the weights with the best test result so far to RUN_DIR/best.pt.
         patience: the number of consecutive evaluations without improvement after which the run
             ends; null: the run completes all epochs.
         lr: the learning rate. null: 0.0075 for K-FAC with a kfac.grafting by Adam, or 0.003
@@ -465,7 +466,7 @@ class LearningOptions:
 
     @property
     def batches(self) -> int | ByEpoch:
-        """The number of images per step, on all ranks together, or numbers by epoch."""
+        """The number of images per step, on all ranks together, or a schedule by epoch."""
         assert isinstance(self.batch, int | ByEpoch), "`parse` fills in the batch"
         return self.batch
 
@@ -482,8 +483,8 @@ class Options(RunOptions, LearningOptions):
     Args:
         shrink: if a rank dies, the remaining ranks continue (under mpirun --with-ft ulfm).
         trace_steps: the number of steps whose stages are recorded on every rank, beginning with the
-            third step of a start. The results are a table in the log, RUN_DIR/trace.json.gz for a
-            browser, and RUN_DIR/stages.json. null for none.
+            third step after a start. The results are a table in the log, RUN_DIR/trace.json.gz for
+            a browser, and RUN_DIR/stages.json. null for none.
     """
 
     shrink: bool = section(END, field(default=False))

@@ -23,8 +23,8 @@ from mpikfac_apps.problems.models import network
 def parse(argv: Sequence[str] | None, ranks: int, kept: Mapping[str, Any] | None = None) -> Options:
     """Return the checked options of a command line, for a job of `ranks` ranks.
 
-    `batch` and `kfac.num_per_example_loss_terms` are filled in. Values come, in this order, from
-    the defaults, from `kept`, from `--config FILE`, and from the rest of the command line.
+    `batch` and `kfac.num_per_example_loss_terms` are filled in. Values come from the defaults,
+    `kept`, `--config FILE`, and the rest of the command line; later sources override earlier ones.
 
     Args:
         kept: options by key, as in a YAML file.

@@ -1,7 +1,7 @@
-"""Pickle options for other ranks, with a user-defined type as the text FILE.py:CLASS.
+"""Pickle options for other ranks; a user-defined type is stored as the text FILE.py:CLASS.
 
-Pickle alone stores a class as the name of its module, which only a rank that executed the file can
-find.
+By itself, pickle stores a class under the name of its module, which only a rank that has executed
+the file can find.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def dumps(options: Any) -> bytes:
 
 
 def loads(content: bytes) -> Any:
-    """Return options from bytes that a rank of the job has pickled; execute the files of types.
+    """Return options from bytes that a rank has pickled; execute the files that define types.
 
     Raises:
         ValueError: a file does not exist, raises, or does not define the class.

@@ -1,4 +1,4 @@
-"""The options of a start: the run directory, checkpoints, the end of the run, and the device."""
+"""The options of a new or resumed run: its directory, its checkpoints, its end and the device."""
 
 from __future__ import annotations
 

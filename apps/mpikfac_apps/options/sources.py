@@ -28,7 +28,7 @@ class Presets:
 
     Attributes:
         key: the option that names a preset.
-        values: returns the values by key of a name; none if the name is unknown.
+        values: returns the values of a preset by key, given its name; none for an unknown name.
     """
 
     key: str
@@ -36,11 +36,11 @@ class Presets:
 
 
 class OptionSource:
-    """Values of options by key, which are not command-line arguments.
+    """Values of options by key, from a source other than the command line.
 
     Attributes:
         values: the values, as a user writes them.
-        trusted: whether files that values name can be executed.
+        trusted: whether the program may execute files that the values name.
     """
 
     trusted = True
@@ -71,7 +71,7 @@ class OptionSource:
 
 
 class Words(OptionSource):
-    """An option on the command line, with its value; or a value without a name."""
+    """An option on the command line with its value, or a value without a name."""
 
     def __init__(self, words: list[str]) -> None:
         self._words = words
@@ -144,7 +144,7 @@ class Document(OptionSource):
 
 
 class Kept(Document):
-    """Options stored in a run; code from a file is executed only if the user names it again."""
+    """Options stored in a run; a file that they name runs only if the user names it again."""
 
     trusted = False
 
@@ -237,7 +237,7 @@ def _checked(joint: Leaf, chosen: Any) -> str | None:
 
 
 def _check_trust(joint: Leaf, chosen: Any, sources: Sequence[OptionSource]) -> None:
-    """Raise an error instead of executing a file that only a run's stored options name."""
+    """Raise ValueError instead of executing a file that only a run's stored options name."""
     naming = [source for source in sources if source.values.get(joint.key) == chosen]
     if isinstance(chosen, str) and is_own(chosen) and not any(s.trusted for s in naming):
         raise ValueError(
@@ -247,7 +247,7 @@ def _check_trust(joint: Leaf, chosen: Any, sources: Sequence[OptionSource]) -> N
 
 
 def given(sources: Sequence[OptionSource]) -> dict[str, Any]:
-    """Return the values that sources set, by key; null sets nothing."""
+    """Return the values that the sources set, by key, without nulls."""
     values = {key: value for source in sources for key, value in source.values.items()}
     return {key: value for key, value in values.items() if value is not None}
 
@@ -258,7 +258,7 @@ def keys_of(sources: Sequence[OptionSource]) -> set[str]:
 
 
 def belongs(group: type, types: Types, key: str) -> str:
-    """Return the types that have an option which the chosen types lack; "" if there are none."""
+    """Explain which types have an option that the chosen types lack; "" if no type has it."""
     for joint in leaves(group, types):
         rest = key.removeprefix(f"{joint.name}.")
         if joint.joint is None or rest == key:

@@ -47,7 +47,7 @@ def preconditioner_of(settings: Mapping[str, Any]) -> Preconditioner:
 
 
 def lasting_inv_update_steps(settings: Mapping[str, Any], strategy: Strategy) -> int:
-    """Return the steps between refreshes at the start or, by default, after the first 160 steps."""
+    """Return `inv_update_steps` at epoch 0 or, if it is not set, the default after 160 steps."""
     usual = usual_intervals(strategy.refresh.stagger).inv_update_steps(SETTLED)
     interval: int = at_start(settings.get("inv_update_steps", usual))
     return interval
@@ -76,8 +76,8 @@ def training_ranks(options: Options, ranks: int) -> int:
     """Return the number of a job's ranks that train a model together.
 
     Raises:
-        ValueError: no rank trains, a job with ranks that do not train can shrink, or the groups of
-            ranks would differ in size.
+        ValueError: no rank would train, `shrink` is set although some ranks do not train, or the
+            groups of ranks would differ in size.
     """
     name, spared = serving_ranks(options)
     groups = options.codistillation.groups
@@ -95,9 +95,9 @@ def training_ranks(options: Options, ranks: int) -> int:
 def make_strategy(
     distribution: StrategyOptions, kfac: KfacOptions, ranks: int
 ) -> tuple[Strategy, dict[str, Any]]:
-    """Return the strategy for the ranks that train, and its own settings of `KFAC`: `OF_STRATEGY`.
+    """Return the strategy for the ranks that train, and the `KFAC` settings in `OF_STRATEGY`.
 
-    A setting chosen neither by the options nor by the strategy is missing.
+    A setting that neither the options nor the strategy chooses is left out.
 
     Raises:
         ValueError: choices cannot be combined, or are invalid for the number of ranks.
@@ -108,8 +108,8 @@ def make_strategy(
         own = distribution.own_choices()
         if distribution.machine is None or own:
             raise ValueError(
-                f"strategy=auto needs machine, and no other choices; machine is "
-                f"{distribution.machine}, choices are {', '.join(own) or 'none'}"
+                f"strategy=auto needs a machine and no other choices; got "
+                f"machine={distribution.machine} and the choices {', '.join(own) or 'none'}"
             )
         return distribution.chosen, overrides  # `for_machine` makes the choices
     _, settings = get_strategy(distribution.strategy)
@@ -124,7 +124,7 @@ def make_strategy(
 
 
 def of_gradients(options: Options) -> Grafting:
-    """Return the grafting of K-FAC, with the momentum of gradients if there is one."""
+    """Return K-FAC's grafting, with gradient momentum if the options choose it."""
     grafting = options.kfac.grafting
     momentum = options.momentum if options.momentum_of_gradients else 0.0
     return grafting.with_momentum(momentum)
@@ -151,7 +151,7 @@ def for_machine(
 ) -> tuple[str, Strategy]:
     """Return the name of the strategy, and the strategy with the choices made for the machine.
 
-    Choices that the options make are kept.
+    Choices that the options set are kept.
 
     Args:
         options: the model, the batch and the K-FAC options of a run.
@@ -159,7 +159,7 @@ def for_machine(
         ranks: the number of ranks that train.
 
     Raises:
-        ValueError: the file is not a machine, or the machine was not measured with this network.
+        ValueError: the file describes no machine, or the machine was not measured with the network.
     """
     distribution = options.distribution
     if distribution.machine is None:
@@ -179,7 +179,7 @@ def dealt_out(split: Sequence[str]) -> dict[str, Channels]:
     """Return the channels that are divided, by layer name.
 
     Raises:
-        ValueError: a text is not NAME=outputs or NAME=inputs.
+        ValueError: an entry is not NAME=outputs or NAME=inputs.
     """
     channels: dict[str, Channels] = {}
     for text in split:
@@ -200,7 +200,7 @@ def tensor_parallel_plan(
         ranks: the number of ranks that train.
 
     Raises:
-        ValueError: the file is not a machine.
+        ValueError: the file does not describe a machine.
     """
     if distribution.split == [AUTO]:
         machine = load_machine(distribution.machine) if distribution.machine else None
@@ -217,7 +217,7 @@ def make_plan(
     preconditioner: Preconditioner,
     sharding: Sharding | None = None,
 ) -> Plan:
-    """Return the plan of a run in float32 on `ranks` ranks.
+    """Return the plan for a run in float32 on `ranks` ranks.
 
     Args:
         sharding: the parameters of which each rank holds a shard; None if there are none.
@@ -259,7 +259,7 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
 
 @contextmanager
 def skippable(option: str = "kfac.skip") -> Iterator[None]:
-    """Name the option that skips modules in messages that would name `KFAC`'s argument.
+    """In messages about modules to skip, name the program's option instead of `KFAC`'s argument.
 
     Raises:
         ValueError: the library rejects modules.

@@ -36,7 +36,7 @@ class Foreseen:
         plan: the plan, with factors cut by the budget.
         factor_update_steps: the steps between updates of factors, once intervals are settled.
         inv_update_steps: the steps between refreshes, once intervals are settled.
-        times: the operations of a step relative to those of its passes.
+        times: the number of operations in a step, relative to that in its passes alone.
         line: a line about these operations, as a run logs it; "" if the calls are unknown.
     """
 
@@ -52,11 +52,12 @@ def calls_of(
 ) -> Calls:
     """Return the calls of a network's layers in a pass over `examples` images.
 
-    There are none if the shape of an image is unknown, or the network's code reads values.
+    The result is empty if the shape of an image is unknown, or if the network's code reads the
+    values of tensors.
 
     Args:
         model: the network `name`, which is moved to the meta device and loses its weights.
-        image: the shape of an image, or the tokens of a window.
+        image: the shape of an image, or the number of tokens in a window.
     """
     entry = models.network(name)
     if image is None:
@@ -67,7 +68,7 @@ def calls_of(
     inputs = torch.empty((examples, *image), dtype=dtype, device="meta")
     try:
         return mpikfac.layers.call_sizes(model, layers, inputs)
-    except Exception:  # the network's code can raise anything
+    except Exception:  # the network's code can raise any exception
         return {}
 
 

@@ -1,12 +1,12 @@
-"""Write the steps of a plan as Chakra execution traces, which ASTRA-sim and others can simulate.
+"""Write the steps of a plan as Chakra execution traces, which tools like ASTRA-sim can simulate.
 
-A trace is a file for one rank: protobuf messages, each preceded by its length, first the metadata,
-then the nodes, according to schema/protobuf/et_def.proto of mlcommons/chakra. The encoding takes
-only a few lines, so the program does not depend on protobuf.
+A trace is a file for one rank. It contains protobuf messages, each preceded by its length: first
+the metadata, then the nodes, as defined in schema/protobuf/et_def.proto of mlcommons/chakra. The
+encoding takes only a few lines, so the program does not depend on protobuf.
 
-Nodes follow each other as in a step, including overlapped messages. A collective is a single node,
-even if it is sent in pieces; Chakra supports only parts of equal size, so a gather is
-written with the mean size of its members' parts.
+Nodes follow one another in the order of the step; overlapped messages are no exception. A
+collective is a single node, even if it is sent in pieces. Chakra supports only parts of equal size,
+so a gather is written with the mean size of its members' parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLLECTIVES = {
     **{"Allreduce": 0, "Reduce": 1, "Allgatherv": 2, "Bcast": 5, "Alltoall": 6},
     "Reduce_scatter": 7,
 }
-"""The numbers of enum CollectiveCommType."""
+"""The values of enum CollectiveCommType."""
 FIELDS = {bool: 27, int: 9, str: 30}  # field numbers of an AttributeProto's value
 Groups = dict[tuple[int, ...], int]
 """The number of each communicator except the world, by its ranks."""
@@ -49,7 +49,7 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
     """
     _check_kinds(plan)
     groups: Groups = {}
-    traces: dict[str, bytes] = {}  # created before any file, as a message can be unsupported
+    traces: dict[str, bytes] = {}  # created before any file, because a message may be unsupported
     for kind, (statistics, refresh) in KINDS.items():
         step = getattr(prediction, kind).stages if prediction else {}
         for rank in range(plan.ranks):
@@ -73,11 +73,13 @@ def _check_kinds(plan: Plan) -> None:
     stagger, sync = plan.strategy.refresh.stagger, plan.strategy.sync
     if stagger > 1:
         raise ValueError(
-            f"export: refresh.stagger={stagger} has a refresh for each slot; use refresh.stagger=1"
+            f"export: refresh.stagger={stagger} refreshes in slots, which a trace cannot show; use "
+            f"refresh.stagger=1"
         )
     if sync.local_steps or not sync.waits_for_all:
         raise ValueError(
-            f"export: sync={sync.name} has steps with and without an exchange; use sync=synchronous"
+            f"export: sync={sync.name} takes steps without an exchange, which a trace cannot show; "
+            f"use sync=synchronous"
         )
 
 
@@ -90,12 +92,12 @@ def nodes(
 ) -> Iterator[bytes]:
     """Yield the nodes of a step: computing stages by name, and messages in the stages' order.
 
-    A node depends on the previous one; the nodes of a message that is not a collective begin
-    together.
+    Each node depends on the previous one, except that the sends and receives of a message that is
+    not a collective all begin together.
 
     Args:
         step: seconds by stage, in the order of the step; empty for messages alone.
-        groups: receives the communicators of the messages.
+        groups: the communicators so far; those of the messages are added.
     """
     of_stages: dict[str, list[Message]] = {stage: [] for stage in step}
     for message in messages:
@@ -119,7 +121,7 @@ def computation(seconds: float) -> list[list[bytes]]:
 
 
 def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[bytes]:
-    """Return the content of a message's nodes: of a collective, or of all sends and receives.
+    """Return the content of a message's nodes: one for a collective, or all sends and receives.
 
     Raises:
         ValueError: the message has no counterpart in Chakra.
@@ -129,7 +131,7 @@ def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[
         return list(passing(message, team, team.index(rank)))
     if message.rule:
         raise ValueError(
-            f"export: Chakra has no rule to combine {message.stage!r}; use "
+            f"export: Chakra supports only means, also in stage {message.stage!r}; use "
             f"sync.aggregation=mean and sync.factor_aggregation=mean"
         )
     if message.primitive not in COLLECTIVES:
@@ -173,7 +175,7 @@ def node(kind: int, attributes: Mapping[str, Any]) -> bytes:
 
 
 def attribute(name: str, value: bool | int | str) -> bytes:
-    """Return the field of a node with a name and a value."""
+    """Return a node's field for an attribute, given the attribute's name and value."""
     return field(10, field(1, name) + field(FIELDS[type(value)], value))
 
 

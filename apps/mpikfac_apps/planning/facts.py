@@ -24,8 +24,8 @@ KINDS_OF_STEP = (
 def orders_of(factors: Sequence[mpikfac.plan.FactorShape]) -> str:
     """Describe the orders of a side's factors, "-" for no factors.
 
-    A factor is "64"; 16 factors of order 9 are "16 x 9"; blocks are "512+513". "64:8" is a factor
-    of low rank, of which 8 eigenvectors are kept.
+    A factor of order 64 is "64"; 16 factors of order 9 are "16 x 9"; blocks are "512+513"; and
+    "64:8" is a low-rank factor, of which 8 eigenvectors are kept.
     """
     return "+".join(map(order_of, factors)) or "-"
 
@@ -37,17 +37,16 @@ def order_of(factor: mpikfac.plan.FactorShape) -> str:
 
 
 def most_loaded(plan: mpikfac.plan.Plan) -> int:
-    """Return the rank with the longest decompositions; 0 without decompositions."""
+    """Return the rank with the longest decompositions; 0 if there are none."""
     return max(sorted(set(plan.owners.values())), key=plan.load, default=0)
 
 
 def looked_at(plan: mpikfac.plan.Plan) -> list[int]:
-    """Return all ranks of a small job; for a large job a fixed sample and the most loaded rank."""
+    """Return all ranks of a small job, or a sample plus the most loaded rank of a large one."""
     ranks = range(plan.ranks)
     if plan.ranks <= ALL_RANKS:
         return list(ranks)
-    # A fixed interval could be a multiple of the columns, which would give ranks of a single
-    # column.
+    # The sample is random: evenly spaced ranks could all be in the same column.
     return sorted({most_loaded(plan), *random.Random(0).sample(ranks, SAMPLE)})
 
 
@@ -69,12 +68,13 @@ def at_ranks(strategy: mpikfac.Strategy, ranks: int) -> mpikfac.Strategy:
 def strategy_of(
     name: str, ranks: int, preconditioner: Preconditioner | None
 ) -> tuple[mpikfac.Strategy, Preconditioner]:
-    """Return a named strategy, and its preconditioner, or otherwise `preconditioner`.
+    """Return a named strategy, and the preconditioner to use with it.
 
     "sgd" is training without K-FAC.
 
     Args:
-        preconditioner: None for the preconditioner of the named strategy.
+        preconditioner: the preconditioner, unless the strategy needs its own, as Eva does; None for
+            the strategy's own preconditioner.
     """
     if name == "sgd":
         return mpikfac.Strategy(mpikfac.MemOpt()), Inverse()

@@ -1,7 +1,4 @@
-"""The options of the programs that plan; help does not import torch.
-
-The modules of the programs import torch, so the options are separate.
-"""
+"""The options of the planning programs, in a module of their own so that help needs no torch."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ PLAN_BASIC = (
     *("fully_shard", "replicas"),
 )
 MOST_SHARDS = 512
-"""The most ranks of a plan with shards, which lists a size for each pair of ranks."""
+"""The maximum number of ranks in a plan with shards, which lists a size for each pair of ranks."""
 
 
 def json_file(text: str) -> Path:
@@ -56,7 +53,7 @@ def json_file(text: str) -> Path:
     """
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{path} must be a file in a folder that exists")
+        raise ValueError(f"{path} must be a file in an existing folder")
     return path
 
 
@@ -75,7 +72,7 @@ def trace_files(text: str) -> Path:
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """Shards of parameters.
+    """How parameters are sharded.
 
     Args:
         fully_shard: each rank holds some rows of every parameter, as with `fully_shard` of torch
@@ -92,8 +89,8 @@ class ShardOptions:
         """Return the shards of parameters, given by block and shape; None for whole parameters.
 
         Raises:
-            ValueError: there are replicas without shards, too many ranks for a plan of all
-                messages between them, or numbers that do not suit.
+            ValueError: there are replicas without shards, there are too many ranks for a plan of
+                all messages between them, or the number of replicas does not divide the ranks.
         """
         if not self.fully_shard:
             if self.replicas > 1:
@@ -109,16 +106,16 @@ class PlanOptions:
     """Print the communication plan of a model: who computes and sends what. MPI is not needed.
 
     Args:
-        model: your own model, as FILE.py:FUNCTION; a network from timm, as timm:NAME; or a network
-            by name.
+        model: FILE.py:FUNCTION for your own model, timm:NAME for a network from timm, or the name
+            of a network.
         ranks: the number of ranks that train.
         classes: the number of classes. null: 1000 for most timm networks and those for ImageNet,
             the number that your own model has, and 10 for all other networks.
         batch_per_rank: the number of images per step on each rank, for the predictions of
             `machine`.
-        export: chakra:FILE writes Chakra execution traces, one for each rank and kind of step,
-            FILE.ordinary.0.et etc.; null for none. With `machine`, traces also contain the
-            computing stages.
+        export: chakra:FILE writes Chakra execution traces, one for each rank and kind of step, such
+            as FILE.ordinary.0.et; null for none. With `machine`, traces also contain the computing
+            stages.
     """
 
     model: str = listed(MODELS)

@@ -135,7 +135,7 @@ def export(options: PlanOptions, plan: mpikfac.plan.Plan, path: Path) -> list[st
 
 
 def run_of(options: PlanOptions) -> Options:
-    """Return the options of a run with the plan."""
+    """Return the options of a run that uses the plan."""
     batch = options.batch_per_rank * options.ranks
     return Options(
         model=options.model, batch=batch, distribution=options.distribution, kfac=options.kfac
@@ -221,7 +221,7 @@ def brief_owners(plan: mpikfac.plan.Plan) -> Iterator[str]:
 
 
 def balance(plan: mpikfac.plan.Plan) -> list[str]:
-    """Return lines about how evenly decompositions load ranks, and the bound on the speed-up."""
+    """Return lines about how evenly ranks share the decompositions, and the maximum speed-up."""
     matrices = {n: f for n, f in plan.factors.items() if not f.preconditioner.vector}
     works = {name: f.work(f.preconditioner.work) for name, f in matrices.items()}
     if not works:
@@ -248,7 +248,7 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def power_of_n(power: int) -> str:
-    """Return a power of a factor's order, such as "n^3"."""
+    """Format a power of a factor's order, such as "n^3"."""
     return "n" if power == 1 else f"n^{power}"
 
 
@@ -280,7 +280,7 @@ def messages(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def steps(plan: mpikfac.plan.Plan) -> Iterator[list[str]]:
-    """Yield lines about each kind of step, in full if its messages differ."""
+    """Yield lines about each kind of step; if several send the same messages, list them once."""
     kinds = KINDS_OF_STEP if plan.factors else [("Every step", False, False)]
     told: dict[tuple[Sent, ...], str] = {}
     for title, *kind in kinds:
@@ -314,7 +314,7 @@ def traffic(title: str, steps: Sequence[Sent]) -> list[str]:
     ]
     longest = max(steps, key=lambda step: sum(count for _, (count, *_) in step))
     for kind, _ in longest:
-        # A column without layers lacks some kinds.
+        # In a column without layers, ranks do not send all kinds of messages.
         counts, sizes, wires = zip(*(dict(step)[kind] for step in steps if kind in dict(step)))
         rows.append((*kind, str(max(counts)), *spread(sizes), mib(max(wires))))
     most = max(sum(wire for _, (_, _, wire) in step) for step in steps)

@@ -64,7 +64,7 @@ def legend() -> list[str]:
         "in steps with new factors + in a refresh + in every step. P ranks, w workers. 4F, 4T and "
         "4V are the bytes of all factors as full matrices, as triangles and as vectors; 4N those "
         "of all gradients, and 4R those of the thin matrices that replace them. K-FAC is one of "
-        "several preconditioners under these plans: shampoo, kl-shampoo and soap do not send "
+        "several preconditioners that use these plans: shampoo, kl-shampoo and soap do not send "
         "factors (the first term); muon and normuon do not send bases (the second) either."
     )
     return textwrap.wrap(text, WIDTH)

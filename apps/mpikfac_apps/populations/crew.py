@@ -20,7 +20,7 @@ from mpikfac_apps.problems.datasets import Dataset
 from mpikfac_apps.training.batches import Batches, mixed, share
 from mpikfac_apps.training.parts.problem import Problem, load_data
 
-FIRST_NUMBERS = 1  # a purpose of random draws, after the seed
+FIRST_NUMBERS = 1  # mixed into the seed of random draws, to distinguish their purpose
 
 State = dict[str, Any]
 
@@ -40,7 +40,7 @@ class Crew:
     Collective over: comm, unless a docstring says otherwise.
 
     Args:
-        comm: the ranks of all members.
+        comm: a communicator of the ranks of all members.
 
     Attributes:
         problem: the problem of the members, whose test uses the held-out images.
@@ -86,7 +86,7 @@ class Crew:
         return taken
 
     def gathered(self, values: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the values of all members by number, from those of the rank's members."""
+        """Gather the values of all members by number; each rank passes those of its own members."""
         every = self.comm.allgather(values if self.leads else {})
         return dict(sorted(item for part in every for item in part.items()))
 
@@ -97,7 +97,7 @@ class Crew:
         return self.handed(held, wanted)
 
     def handed(self, held: Mapping[int, State], wanted: Collection[int]) -> dict[int, State]:
-        """Return the items that the rank needs, by member, from all ranks of each member."""
+        """Return the items that the rank needs, by member, as sent by the ranks of each member."""
         items = {f"{m}/{name}": value for m, state in held.items() for name, value in state.items()}
         names = sorted(set().union(*self.comm.allgather(set(items))))
         needed = [name for name in names if int(name.partition("/")[0]) in wanted]

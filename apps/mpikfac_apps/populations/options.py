@@ -1,4 +1,4 @@
-"""The options of a population, and those that it does not support."""
+"""The options of a population, and the training options that it does not support."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OF_ONE_NETWORK = (
 
 @dataclass(frozen=True)
 class Search:
-    """A population that searches for learning rate and damping [populations].
+    """A population that searches for the learning rate and the damping [populations].
 
     Args:
         members: the number of networks. Each rank trains several members, or each group of ranks
@@ -33,17 +33,17 @@ class Search:
         every: the number of steps from one selection to the next.
         numbers: the hyperparameters that the search changes, "lr" or "damping"; null for both, or
             only lr without K-FAC.
-        worst: the fraction of the members that a selection replaces; parents are drawn from equally
-            many of the best members.
+        worst: the fraction of the members that a selection replaces; parents are drawn from the
+            same fraction of the best members.
         spread: the maximum factor by which the options are multiplied or divided at random to
             give a member's initial hyperparameters. The first member uses the options unchanged.
         explore: the factor by which each hyperparameter of a replaced member is multiplied or
             divided.
-        held_out: the number of training images, the last ones, that are used to rank the members
-            and not to train them.
+        held_out: the number of training images, taken from the end, that are used to rank the
+            members and not to train them.
         crossover: whether a replaced member gets each layer from one of two parents, at random.
-        mutation: the size of the normal noise that is added to the weights of a replaced member,
-            relative to the root mean square of a tensor.
+        mutation: the standard deviation of the Gaussian noise that is added to the weights of a
+            replaced member, relative to the root mean square of a tensor.
         near: the distance between weights below which members form a cluster, of which only the
             best member is kept: the norm of the difference, relative to the mean norm. null for no
             clusters.
@@ -63,7 +63,7 @@ class Search:
 
 @dataclass(frozen=True)
 class PopulationOptions:
-    """Train a population of networks, which searches for learning rate and damping.
+    """Train a population of networks that searches for the learning rate and the damping.
 
     Args:
         train: the options of the training of each member.
@@ -120,7 +120,7 @@ def check(options: PopulationOptions, ranks: int) -> None:
     if ranks > members and ranks % members:
         raise ValueError(
             f"population.members={members} must divide the number of ranks ({ranks}), or be at "
-            f"least as many"
+            f"least this number"
         )
     strategy, _ = make_strategy(train.distribution, train.kfac, ranks)
     sync, number = strategy.sync, train.kfac.damping.number

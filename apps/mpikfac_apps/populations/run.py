@@ -30,7 +30,7 @@ from mpikfac_apps.training.batches import mixed
 from mpikfac_apps.training.parts.problem import words_of
 from mpikfac_apps.training.testing import best
 
-SELECTION, CHANGE = 2, 3  # purposes of random draws, after the seed
+SELECTION, CHANGE = 2, 3  # mixed into the seed of random draws, to distinguish their purpose
 
 log = logging.getLogger("mpikfac.train")
 

@@ -33,8 +33,8 @@ def replacements(
 
     Args:
         ranking: the members, the best first.
-        lost: members that are replaced regardless of their rank, unless one is the best.
-        worst: the fraction of the members, the last in the ranking, that is replaced.
+        lost: members that are replaced wherever they are in the ranking, except in first place.
+        worst: the fraction of the members to replace, taken from the end of the ranking.
         crossover: whether the second parent is drawn from all members that are kept.
     """
     count = max(1, int(worst * len(ranking)))
@@ -92,14 +92,17 @@ def crossed(
 
 
 def of_layer(item: str, layer: str) -> bool:
-    """Return whether an item of a state belongs to a layer, as `model/3.weight` to layer 3."""
+    """Return whether an item of a state belongs to a layer, such as `model/3.weight` to layer 3."""
     return re.search(rf"/{re.escape(layer)}([.#]|/|$)", f"/{item.partition('/')[2]}") is not None
 
 
 def mutated(
     state: Mapping[str, Any], names: Collection[str], size: float, generator: torch.Generator
 ) -> State:
-    """Return the state with Gaussian noise of `size` times each tensor's RMS added to `names`."""
+    """Return a state in which Gaussian noise is added to the tensors `names`.
+
+    The standard deviation of the noise is `size` times the tensor's RMS.
+    """
     changed = dict(state)
     for name in sorted(names):
         weights = state[name]

@@ -44,7 +44,7 @@ class Kfac:
 
 @dataclass(frozen=True)
 class ProgramLearning:
-    """How a small program learns.
+    """How a small program trains.
 
     Args:
         optimizer: "kfac", "sgd" or "adamw"; K-FAC and SGD use momentum.

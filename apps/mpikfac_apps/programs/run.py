@@ -43,7 +43,7 @@ def main(
     Args:
         program: the name of the program, such as mpikfac train-detection.
         group: the dataclass of the options.
-        make: creates the work on every rank; collective. A `ValueError` of a single rank must be
+        make: creates the work on every rank; collective. A `ValueError` on a single rank must be
             raised inside `mpikfac.comm.together`.
 
     Raises:

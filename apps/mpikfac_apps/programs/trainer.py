@@ -61,7 +61,7 @@ def trainer_of(
 
 
 def optimizer_of(model: nn.Module, options: ProgramLearning) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters; for K-FAC, SGD follows the directions."""
+    """Return the optimizer of the trained parameters; K-FAC uses SGD to apply its directions."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     beta, decay = options.momentum, options.weight_decay
     if options.optimizer == "adamw":

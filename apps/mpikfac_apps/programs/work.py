@@ -21,7 +21,7 @@ class Taken(NamedTuple):
     Attributes:
         loss: the mean loss of the rank's examples before the step.
         examples: the number of the rank's examples.
-        sums: the sums of the measures over the examples `[measures]`.
+        sums: each measure, summed over the examples, `[measures]`.
     """
 
     loss: Tensor
@@ -40,7 +40,7 @@ class Work(ABC):
         trainer: the trainer.
         steps_per_epoch: the number of steps in an epoch.
         examples_per_step: the number of examples in a step, on all ranks together.
-        measures: the names of the measures that steps sum.
+        measures: the names of the measures in `Taken.sums`.
     """
 
     trainer: Trainer

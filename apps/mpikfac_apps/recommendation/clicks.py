@@ -26,7 +26,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Clicks:
-    """Store examples in chronological order.
+    """Examples in chronological order.
 
     Attributes:
         numbers: the numerical features `[examples, numbers]`.
@@ -134,7 +134,7 @@ def listed(path: Path, *columns: str) -> Iterator[Row]:
 
 
 def known(path: Path, key: str) -> dict[str, Row]:
-    """Return the rows of a file by the values of a column; empty if there is no file."""
+    """Return the rows of a file, keyed by the values of a column; empty if there is no file."""
     return {row[key]: row for row in listed(path, key)} if path.exists() else {}
 
 

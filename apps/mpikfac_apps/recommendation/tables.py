@@ -21,8 +21,8 @@ FORWARD, BACKWARD = names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIE
 class Tables:
     """Embedding tables, each on one rank; ranks send row indices and receive rows.
 
-    Tables are placed largest first, on the rank with the fewest rows. The owner updates a table
-    with Adagrad [Duchi et al. 2011], which updates only the rows used in the batch.
+    The largest table is placed first; each table goes to the rank with the fewest rows. The owner
+    updates a table with Adagrad [Duchi et al. 2011], which updates only the rows used in the batch.
 
     Collective over: comm.
 
@@ -74,7 +74,7 @@ class Tables:
 
         Args:
             categories: row indices `[examples, tables]`.
-            shares: the number of examples of each rank.
+            shares: the number of examples on each rank.
         """
         asked, given = self._counts_of(shares)
         wanted = categories[:, self._order].T.flatten()

@@ -47,7 +47,7 @@ class RecommendationOptions(ProgramOptions):
         width: the number of elements in a row of a table.
         bottom: the widths of the hidden layers for the numerical features.
         top: the widths of the hidden layers for the products.
-        batch: the number of clicks in a step, on all ranks together.
+        batch: the number of clicks per step, on all ranks together.
         table_lr: the learning rate of Adagrad for the tables.
     """
 
@@ -72,7 +72,7 @@ class RecommendationOptions(ProgramOptions):
             clicks: the total number of clicks.
 
         Raises:
-            ValueError: a rank has no clicks in a step, an epoch has no steps, or the test has no
+            ValueError: a rank would have no clicks in a step, an epoch no steps, or the test no
                 clicks.
         """
         if trained == clicks:
@@ -134,7 +134,7 @@ class Recommendation(Work):
         chosen, shares = self.share_of(order[start : start + batch])
         self.trainer.optimizer.zero_grad()
         rows = self.tables.rows(self.categories[chosen], shares)
-        # The loss of a rank is a mean; owners sum the gradients of all ranks.
+        # Each rank's loss is a mean over its own clicks; owners sum the gradients of all ranks.
         rows.register_hook(lambda gradient: gradient * (len(chosen) / batch))
         logits = self.model(self.numbers[chosen], rows)
         loss = F.binary_cross_entropy_with_logits(logits, self.labels[chosen])
@@ -160,7 +160,7 @@ class Recommendation(Work):
             yield torch.stack([logits, self.labels[chosen]]).double().cpu().numpy()
 
     def share_of(self, some: Tensor) -> tuple[Tensor, list[int]]:
-        """Return the rank's shard of clicks, and the number of clicks of each rank."""
+        """Return the rank's shard of clicks, and the number of clicks on each rank."""
         ranks = self.comm.size
         spans = [span(len(some), rank, ranks) for rank in range(ranks)]
         start, stop = spans[self.comm.rank]
@@ -203,7 +203,7 @@ def standardised(numbers: Tensor, trained: int) -> Tensor:
 
 
 def area(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Return the area under the curve of hits over false alarms; NaN if all labels are equal.
+    """Return the area under the ROC curve; NaN if all labels are equal.
 
     It is the fraction of pairs of a click and an example without a click in which the click has the
     higher score; equal scores count as a half [Hanley & McNeil 1982].

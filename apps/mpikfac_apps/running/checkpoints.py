@@ -21,7 +21,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Saver:
-    """Write checkpoints during the training, which continues if a checkpoint cannot be written.
+    """Write checkpoints during training, which continues if a checkpoint cannot be written.
 
     Collective over: comm, as are all methods.
 
@@ -99,7 +99,7 @@ class Saver:
         )
 
     def abandon(self) -> None:
-        """Drop the pending checkpoint, as lost ranks' parts may be missing; not collective."""
+        """Drop the pending checkpoint, because lost ranks' parts may be missing; not collective."""
         self._guard.end_write()
         self._writer.abandon()
 
@@ -126,8 +126,8 @@ class Saver:
         self._guard.requests.saved(self._guard.clock() - self._began)
         if isinstance(error, mpikfac.RanksDifferError):
             raise mpikfac.UserError(
-                f"{error}; the run ends, because the ranks would stay different; restart it with "
-                f"--resume auto to continue from the last checkpoint"
+                f"{error}; the run ends, because the ranks would continue to differ; restart it "
+                f"with --resume auto to continue from the last checkpoint"
             ) from error
         if last:
             raise error
@@ -142,8 +142,8 @@ def open_checkpoint(
     Collective over: comm.
 
     Raises:
-        UserError: the checkpoint of `resume` is damaged, all checkpoints of the run are damaged, or
-            a run that had checkpoints has none.
+        UserError: the checkpoint that `resume` names is damaged, all checkpoints of the run are
+            damaged, or a run that had checkpoints has none.
     """
     if options.resume == "never":
         return None
@@ -165,7 +165,7 @@ def root(options: RunOptions) -> Path:
 
 
 def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]:
-    """Return the training time, the size of metrics.jsonl, and its lines that were not written.
+    """Return the training time, the size of metrics.jsonl, and the lines not yet written to it.
 
     Raises:
         ValueError: an item has an unexpected form.

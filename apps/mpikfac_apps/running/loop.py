@@ -37,10 +37,10 @@ class Loop(ABC):
         steps: the number of steps of the whole run.
         meter: the means of the losses.
         lr: returns the learning rate of a step.
-        rate: the learning rate of the options, for messages.
+        rate: the learning rate in the options, for messages.
 
     Attributes:
-        unit: the name of the examples in records.
+        unit: what examples are called in records.
         saver: writes the checkpoints.
         speed: the time spent in steps.
         votes: what ranks exchange together with the gradients.
@@ -112,7 +112,7 @@ class Loop(ABC):
         return self.trainer.state_dict()
 
     def of_records(self) -> dict[str, Any]:
-        """Return rank 0's additional items of a checkpoint; not collective."""
+        """Return rank 0's additional items for a checkpoint; not collective."""
         return {}
 
     def numbers(self) -> dict[str, float]:
@@ -184,7 +184,7 @@ class Loop(ABC):
         stopped = stopped and steps < self.steps
         if not stopped and self.votes.troubled():
             raise mpikfac.UserError(
-                f"a value of step {steps}, the last step, was not finite, so no checkpoint is "
+                f"a value in step {steps}, the last step, was not finite, so no checkpoint is "
                 f"written; try a smaller lr than {self.rate}"
             )
         self.guard.requests.ignore_signals()

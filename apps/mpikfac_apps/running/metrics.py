@@ -1,4 +1,4 @@
-"""Average loss and measure over all ranks, and measure the speed of training."""
+"""Average the loss and measures over all ranks, and measure the speed of training."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import mpikfac
 
 
 class Meter:
-    """Means of loss and measures over the images of all ranks, each image counted once.
+    """Means of the loss and of measures over the images of all ranks; each image counts once.
 
     Args:
-        alone: `recent` covers only the images of this rank, and does not wait for other ranks.
+        alone: whether `recent` covers only this rank's images and does not wait for other ranks.
         measures: the number of measures, or of the values from which they are computed.
 
     Attributes:
@@ -33,13 +33,13 @@ class Meter:
     ) -> None:
         self.comm, self.alone = comm, alone
         self.loss = math.nan
-        # Sums of the loss and the measures, and the number of images: of this rank up to now, and
-        # of all ranks up to the last call.
+        # Sums of the loss and the measures, and the number of images: for this rank so far, and
+        # for all ranks as of the last call.
         self._here = torch.zeros(measures + 2, dtype=torch.float64, device=device)
         self._reported = torch.zeros(measures + 2, dtype=torch.float64)
 
     def add(self, loss: Tensor, measured: Tensor, images: int) -> None:
-        """Count a batch, unless its loss is not finite; nothing leaves the device.
+        """Count a batch, unless its loss is not finite; no data leave the device.
 
         Args:
             loss: the mean over the images of the batch.
@@ -60,7 +60,7 @@ class Meter:
         return self.loss
 
     def everything(self) -> list[float]:
-        """Return means of loss and measures since the last call of `everything`; reset the counts.
+        """Return the means since the last call of `everything`: the loss, then the measures.
 
         Collective over: world.
         """
@@ -75,7 +75,7 @@ class Meter:
 
         Collective over: world.
         """
-        total = self._total()  # a single rank's means begin again after a restart
+        total = self._total()  # with `alone`, the means of `recent` start again after a restart
         return {"run/counted": total, "run/reported": total if self.alone else self._reported}
 
     def leave_out_lost(self, left: mpikfac.comm.Comm) -> None:
@@ -136,7 +136,7 @@ def staleness_line(counts: Sequence[Mapping[int, int]]) -> str:
 
 
 class Speed:
-    """Measure the time in training steps on this rank, without evaluation and checkpoints.
+    """Measure this rank's time in training steps, excluding evaluations and checkpoints.
 
     Attributes:
         seconds: the time of all steps since the run began, including those before restarts.
@@ -150,7 +150,7 @@ class Speed:
 
     @contextmanager
     def step(self, images: int) -> Iterator[None]:
-        """Time the body as a step on `images` images of all ranks together."""
+        """Time the body as a step on a total of `images` images over all ranks."""
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start

@@ -83,7 +83,7 @@ def start_log(writer: str = "") -> logging.handlers.MemoryHandler:
     """Send the log to the screen; the returned handler keeps it for the file that is opened later.
 
     Args:
-        writer: precedes each line on the screen.
+        writer: a prefix for each line on the screen.
     """
     library = logging.getLogger("mpikfac")
     library.setLevel(logging.INFO)
@@ -128,7 +128,7 @@ class Record:
         self._trackers = trackers
 
     def row(self, step: int, **values: float) -> None:
-        """Append the finite values as a line to metrics.jsonl, rounded to 6 digits.
+        """Append the finite values, rounded to 6 digits, as a line to metrics.jsonl.
 
         Lines wait in memory while the disk is full.
         """
@@ -178,7 +178,7 @@ class RunProgress:
     """Show the progress of a run: a bar on a terminal, otherwise a line in the log every 30 s.
 
     Args:
-        first: the number of steps that earlier starts have completed.
+        first: the number of steps that were completed before this start.
         last: the number of steps of the whole run.
         epochs: returns the epochs before a step; epochs take about equally long.
     """

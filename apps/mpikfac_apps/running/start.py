@@ -58,7 +58,7 @@ def start(
 def settle(
     comm: mpikfac.comm.Comm, options: RunOptions, watchdog: Watchdog
 ) -> tuple[RankPlace, Guard]:
-    """Divide cores and GPUs among the ranks of nodes, and claim the run directory.
+    """Divide each node's cores and GPUs among its ranks, and claim the run directory.
 
     Collective over: comm.
 

@@ -46,13 +46,13 @@ class StepVotes:
         self._guard, self._saver = guard, saver
         self._trainer, self._call_meeting, self._asked = trainer, call_meeting, asked
         self._due = False  # whether a checkpoint is due by the number of steps
-        self._own_troubles = 0  # this rank's number, before the step
+        self._own_troubles = 0  # this rank's number of non-finite values, before the step
         self._losses = torch.zeros(()), torch.zeros(())
         self._troubled = False  # whether the previous step had a value that was not finite
         self.troubles = 0
 
     def cast(self) -> None:
-        """Pass the votes to the next step: requests to this rank, and the progress of writing.
+        """Pass this rank's votes to the next step: its requests, and its progress in writing.
 
         Collective over: none.
         """
@@ -69,7 +69,7 @@ class StepVotes:
             self._call_meeting()
 
     def note(self, loss: torch.Tensor) -> None:
-        """Keep this rank's loss of a step, until the next votes show whether it matters.
+        """Remember this rank's loss in a step until the next votes show whether it is needed.
 
         Collective over: none.
         """

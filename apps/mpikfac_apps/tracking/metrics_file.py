@@ -19,8 +19,8 @@ class MetricsFile:
     """The open metrics.jsonl of a run; lines that cannot be written wait in memory.
 
     Args:
-        kept_bytes: the length of an earlier file at the checkpoint to resume from; the rest is cut
-            off.
+        kept_bytes: the length of an earlier file when the checkpoint to resume from was written;
+            the rest is cut off.
         waiting: lines that waited in memory when the checkpoint was written.
 
     Raises:
@@ -83,7 +83,7 @@ class MetricsFile:
         self._mend(counted)
 
     def _mend(self, counted: int) -> None:
-        """Warn about lost lines if the file is too short; start the next line on a new line."""
+        """If the file is too short, warn about lost lines, and cut off an incomplete last line."""
         if (on_disk := self._end()) < counted:
             self._file.truncate(self._content().rfind(b"\n") + 1)
             log.warning(

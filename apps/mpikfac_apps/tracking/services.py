@@ -1,6 +1,6 @@
-"""Write the metrics of a run with TensorBoard, wandb and MLflow, by default without a network.
+"""Write the metrics of a run with TensorBoard, wandb and MLflow, by default without network access.
 
-A resumed run continues its record: TensorBoard drops the lines after the checkpoint, and wandb and
+A resumed run continues its record: TensorBoard drops the events after the checkpoint, and wandb and
 MLflow find the run by its id.
 """
 

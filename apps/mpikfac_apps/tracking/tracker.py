@@ -1,7 +1,7 @@
 """Open the trackers that `--metrics` names, and pass each line of metrics.jsonl to them.
 
-A tracker that cannot start is an error at the start of a run. A tracker that raises an error later
-is dropped with a warning, so that long runs do not depend on trackers.
+If a tracker cannot start, neither can the run. A tracker that raises an error later is dropped with
+a warning, so that long runs do not depend on trackers.
 """
 
 from __future__ import annotations

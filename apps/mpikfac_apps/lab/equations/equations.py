@@ -1,9 +1,10 @@
-"""Solve a differential equation by a network, and print the error of its solution.
+"""Solve a differential equation with a network, and print the error of the solution.
 
     mpikfac equations --problem burgers --points 2000 --width 64
     mpirun -n 4 mpikfac equations --problem inverse --seconds 20
 
-The solutions are known. The time is CPU time of steps on a rank, without tests of the error.
+The exact solutions are known. The time is the CPU time that rank 0 spends on steps, excluding
+evaluations of the error.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ LINES = 10
 
 
 class Solved(NamedTuple):
-    """A state of a solution.
+    """The progress of a solution.
 
     Attributes:
-        seconds: CPU seconds of steps on rank 0.
+        seconds: the CPU seconds that rank 0 has spent on steps.
         loss: half the weighted mean of squared residuals.
         error: the relative L2 error of the solution.
-        coefficients: the unknown coefficients.
+        coefficients: the estimates of the unknown coefficients.
     """
 
     seconds: float
@@ -94,12 +95,12 @@ def solve(
     progress: Callable[[int], None] = lambda _: None,
     lines: int = LINES,
 ) -> Iterator[Solved]:
-    """Yield the progress at equal parts of the time, the last at its end.
+    """Yield the progress at equal intervals of the time, including its end.
 
     Collective over: comm.
 
     Args:
-        progress: is called before each step, with its number.
+        progress: called before each step, with the number of the step.
     """
     spent, steps = 0.0, 0
     for line in range(1, lines + 1):

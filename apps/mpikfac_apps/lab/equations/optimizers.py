@@ -1,4 +1,4 @@
-"""Optimizers of a task by name, each as a function that makes a step."""
+"""Optimizers for a task by name, each as a function that takes a step."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ import mpikfac
 from mpikfac_apps.lab.equations.task import EquationTask, Solution, by_jets, by_passes
 
 Step = Callable[[float], None]
-"""Makes a step; the argument is the fraction of the time that is spent."""
+"""Takes a step; the argument is the fraction of the time that has been used."""
 RATES = {"adam": 0.003, "lbfgs": 1.0, "adam-lbfgs": 0.003, "soap": 0.003, "kfac": 0.0075}
 MEMORY = 50  # steps that L-BFGS remembers
 
 
 def stepper(name: str, task: EquationTask, rate: float | None, comm: mpikfac.comm.Comm) -> Step:
-    """Return the steps of an optimizer by name.
+    """Return the step function of the optimizer `name`.
 
     Collective over: comm.
 
     Raises:
-        ValueError: there are several ranks, and the optimizer is for one.
+        ValueError: there are several ranks, but the optimizer runs on one; or the optimizer has no
+            learning rate, but `rate` is set.
     """
     if name == "sample-space":
         if rate is not None:
-            raise ValueError(f"rate={rate:g} must be null with sample-space, which has no rate")
+            raise ValueError(f"rate={rate:g} must be null: sample-space has no learning rate")
         return sample_space(task, comm)
     if comm.size > 1:
         raise ValueError(
-            f"optimizer={name} runs on one rank, not {comm.size}; use one, or sample-space"
+            f"optimizer={name} runs on one rank, not {comm.size}; use optimizer=sample-space"
         )
     return OPTIMIZERS[name](task, RATES[name] if rate is None else rate)
 
 
 def sample_space(task: EquationTask, comm: mpikfac.comm.Comm) -> Step:
-    """Return Gauss-Newton steps in the space of residuals.
+    """Return the step function of Gauss-Newton in the space of residuals.
 
     Raises:
         ValueError: there are too many points.
@@ -45,7 +46,7 @@ def sample_space(task: EquationTask, comm: mpikfac.comm.Comm) -> Step:
     if inside + given > most:
         raise ValueError(
             f"--points {inside} with {given} given values is too much for sample-space, which "
-            f"takes {most} together; pass fewer points, or another --optimizer"
+            f"supports {most} in total; pass fewer points, or another --optimizer"
         )
     steps = mpikfac.lab.SampleSpace(task.model, task.terms, also=task.unknown, comm=comm)
 
@@ -58,7 +59,7 @@ def sample_space(task: EquationTask, comm: mpikfac.comm.Comm) -> Step:
 def first_order(
     optimizer: torch.optim.Optimizer, task: EquationTask, solution: Solution = by_jets
 ) -> Step:
-    """Return steps whose rate decays linearly to 0."""
+    """Return a step function whose learning rate decays linearly to 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
 
     def step(spent: float) -> None:
@@ -72,12 +73,12 @@ def first_order(
 
 
 def adam(task: EquationTask, rate: float) -> Step:
-    """Return steps of Adam."""
+    """Return the step function of Adam."""
     return first_order(torch.optim.Adam(task.parameters, lr=rate), task)
 
 
 def lbfgs(task: EquationTask, rate: float) -> Step:
-    """Return steps of L-BFGS with a line search, of up to 20 iterations each."""
+    """Return the step function of L-BFGS with a line search; a step is up to 20 iterations."""
     optimizer = torch.optim.LBFGS(
         task.parameters, lr=rate, history_size=MEMORY, line_search_fn="strong_wolfe"
     )
@@ -95,7 +96,7 @@ def lbfgs(task: EquationTask, rate: float) -> Step:
 
 
 def adam_then_lbfgs(task: EquationTask, rate: float) -> Step:
-    """Return steps of Adam in the first half of the time, and of L-BFGS in the second."""
+    """Return a step function that uses Adam for the first half of the time, then L-BFGS."""
     first, second = adam(task, rate), lbfgs(task, RATES["lbfgs"])
 
     def step(spent: float) -> None:
@@ -108,12 +109,12 @@ def adam_then_lbfgs(task: EquationTask, rate: float) -> Step:
 
 
 def soap(task: EquationTask, rate: float) -> Step:
-    """Return steps of SOAP."""
+    """Return the step function of SOAP."""
     return first_order(mpikfac.DistributedSOAP(with_coefficients(task), lr=rate), task)
 
 
 def kfac(task: EquationTask, rate: float) -> Step:
-    """Return steps of K-FAC, whose factors come from passes of the network itself."""
+    """Return the step function of K-FAC; the factors come from passes of the network itself."""
     optimizer = mpikfac.KFACOptimizer(with_coefficients(task), lr=rate)
     return first_order(optimizer, task, by_passes)
 

@@ -1,4 +1,4 @@
-"""The options of a solver of equations; help does not import torch."""
+"""The options of the equation solver; help does not import torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mpikfac_apps.options.fields import bounded, read_by
 
 @dataclass(frozen=True)
 class EquationsOptions:
-    """Solve a differential equation by a network, and print the error of its solution.
+    """Solve a differential equation with a network, and print the error of the solution.
 
     Args:
         problem: the equation; "inverse" also finds two coefficients from 60 values of the solution.
-        points: the number of points at which the equation has to hold; a third as many points are
-            on the border.
+        points: the number of points at which the equation has to hold; about a third as many points
+            with given values are added on the border.
         width: the width of the three hidden layers.
-        optimizer: Gauss-Newton in the "sample-space", on any number of ranks, or on one rank
+        optimizer: "sample-space" for Gauss-Newton, on any number of ranks; or, on a single rank,
             "adam", "lbfgs", "adam-lbfgs" (half of the time each), "soap" or "kfac".
-        rate: the learning rate of all optimizers with one; null for that of each.
-        seconds: CPU seconds of a rank to spend on steps.
+        rate: the learning rate, which "sample-space" does not use; null for the default.
+        seconds: the CPU seconds to spend on steps, as measured on rank 0.
         seed: the seed of initial weights and of points.
         picture: a file for a picture of the solution and of its error, .pdf, .png or .svg.
     """

@@ -39,13 +39,13 @@ class Equation:
     """An equation on the unit square, in (x, y) or (x, t).
 
     Attributes:
-        text: the equation as a text.
+        text: the equation as text.
         exact: the solution, from points `[points, 2]` to `[points]`.
-        residual: of a function at points, with the unknown coefficients if there are any.
-        sides: the sides with given values, each an axis and its constant coordinate.
+        residual: returns the residual of a function at points, given any unknown coefficients.
+        sides: the sides with given values, each as an axis and the constant coordinate along it.
         weight: the weight of squared residuals; that of given values is 1.
         coefficients: the exact values of unknown coefficients.
-        inside: the number of given values inside of the square.
+        inside: the number of given values inside the square.
     """
 
     text: str
@@ -99,7 +99,7 @@ def of_inverse(u: Function, p: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def two_modes(p: Tensor) -> Tensor:
-    """Return two waves; a single one would determine a + 4 b only."""
+    """Return the sum of two waves; a single one would determine only a + 4 b."""
     return waves(p, 1, 2) + 0.5 * waves(p, 2, 1)
 
 

@@ -1,4 +1,4 @@
-"""A network, its points, and what its residuals are."""
+"""A network, its points, and its residuals."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Derivatives(NamedTuple):
 
 
 def by_jets(model: nn.Module, points: Tensor) -> Function:
-    """Return derivatives in forward mode."""
+    """Return the network's values, with derivatives computed in forward mode."""
     found: Function = model(mpikfac.lab.jet(points))
     return found
 
 
 def by_passes(model: nn.Module, points: Tensor) -> Function:
-    """Return derivatives by backward passes through the network and through these passes."""
+    """Return the network's values, with derivatives computed by nested backward passes."""
     points = points.clone().requires_grad_()
     value = model(points)[:, 0]
     (first,) = torch.autograd.grad(value.sum(), points, create_graph=True)
@@ -48,7 +48,7 @@ class EquationTask:
 
     Args:
         points: the number of points at which the equation has to hold, on all ranks.
-        rank, size: this rank's points are every `size`-th.
+        rank, size: the rank and the number of ranks; each rank uses every `size`-th point.
 
     Attributes:
         model: the network; its weights are the same on all ranks.
@@ -91,12 +91,12 @@ class EquationTask:
         return self.equation.residual(solution(model, points), points, self.coefficients)
 
     def of_values(self, model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the differences to the given values, `[points]`."""
+        """Return the differences from the given values, `[points]`."""
         points, values = given
         return model(points)[:, 0] - values
 
     def loss(self, solution: Solution = by_jets) -> Tensor:
-        """Return half the weighted mean squares, this rank's part of their sum over ranks."""
+        """Return this rank's term of the loss, half the weighted mean of squared residuals."""
         equation = self.of_equation(self.model, self._inside, solution).square().sum()
         values = self.of_values(self.model, (self._given, self._values)).square().sum()
         inside, given = self.counts
@@ -119,19 +119,19 @@ class EquationTask:
 
 
 def network(width: int, generator: torch.Generator) -> nn.Sequential:
-    """Return a network of two inputs and one output with tanh between linear layers."""
+    """Return a network with two inputs, one output, and tanh between linear layers."""
     widths = [2, *[width] * DEPTH, 1]
     layers: list[nn.Module] = []
     for inputs, outputs in zip(widths, widths[1:]):
         layer = nn.Linear(inputs, outputs, dtype=torch.float64)
-        for parameter in layer.parameters():  # as torch does, from a generator of its own
+        for parameter in layer.parameters():  # as torch does, but with the given generator
             nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5, generator=generator)
         layers += [layer, nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
 
 def given_points(equation: Equation, count: int, generator: torch.Generator) -> Tensor:
-    """Return points with given values: about `count` on the sides, and those inside."""
+    """Return the points with given values: about `count` on the sides, and any inside."""
     parts = [
         torch.rand(max(1, count // len(equation.sides)), 2, generator=generator)
         for _ in equation.sides

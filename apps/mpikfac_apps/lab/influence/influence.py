@@ -39,7 +39,7 @@ from mpikfac_apps.training.parts.problem import Problem
 Losses = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
 
 PASS = 128  # training images per backward pass
-NAMES = 4  # of parameters in a line
+NAMES = 4  # maximum number of parameters that a line names
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Influence:
     predicted: Tensor | None
 
     def report(self, top: int) -> list[list[str]]:
-        """Return sections of lines with the images of the largest scores, and their labels."""
+        """Return sections of lines about the images with the largest scores, and their labels."""
         rows = [("query", "label", "most helpful images (label)", "most harmful images (label)")]
         for number, (scores, label) in enumerate(zip(self.scores[:top], self.query_labels)):
             images = self._largest(scores, top), self._largest(-scores, top)
@@ -120,10 +120,10 @@ def scored(
     Collective over: comm of the run's problem.
 
     Args:
-        progress: is called before each pass.
+        progress: called before each pass.
 
     Raises:
-        UserError: the checkpoint has no factors of the network, or there are too many queries.
+        UserError: the checkpoint contains no factors, or there are too many queries.
     """
     path, problem, model = finished.path, finished.problem, finished.model
     comm = problem.comm
@@ -137,7 +137,7 @@ def scored(
         print(f"no factors cover {names}: scores ignore these parameters", flush=True)
     if (changed := augmentations(problem.options)) and comm.rank == 0:
         what = f"{len(images):,} plain images and labels"
-        print(f"the run had {listed(changed)}: scores are those of the {what}", flush=True)
+        print(f"the run used {listed(changed)}, but scores are those of the {what}", flush=True)
     if problem.options.ema_decay and comm.rank == 0:
         print("scores are computed at the weights themselves, not at their averages", flush=True)
     model.eval()
@@ -197,7 +197,7 @@ def queries_of(problem: Problem, count: int) -> tuple[Tensor, Tensor]:
 
 
 def write(found: Influence, finished: Finished, options: InfluenceOptions) -> None:
-    """Write all scores, with what they were computed from, to an HDF5 file.
+    """Write all scores, and what they were computed from, to an HDF5 file.
 
     Raises:
         OSError: the file cannot be written.

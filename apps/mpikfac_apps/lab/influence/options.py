@@ -1,4 +1,4 @@
-"""The options of the program for influence; showing help does not import torch."""
+"""The options of the influence program; help does not import torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mpikfac_apps.options.fields import bounded, in_home, positional, read_by
 
 
 def scores_file(text: str) -> Path:
-    """Return the path `text` of a new file."""
+    """Return `text` as the path of a new file."""
     return new_file(text, ".h5")
 
 
 def page_file(text: str) -> Path:
-    """Return the path `text` of a new file."""
+    """Return `text` as the path of a new file."""
     return new_file(text, ".html")
 
 
@@ -28,13 +28,13 @@ class InfluenceOptions:
     Args:
         path: the directory of a run, whose newest checkpoint is used, or that of a checkpoint
             inside the directory of a run.
-        queries: the number of test images, which are the first ones of the test set.
+        queries: the number of test images, taken from the start of the test set.
         damping: the damping of the curvature, relative to the mean eigenvalue of each layer, or of
             each group of a layer.
         top: the number of queries to print, and the number of images to print for each.
         out: a new file for all scores, .h5; null for none.
-        report: a new file for a page that shows, for all queries, the images of the largest scores,
-            .html; null for none.
+        report: a new file for a page that shows, for all queries, the images with the largest
+            scores, .html; null for none.
         trust: allow executing the files FILE.py of the run's `model` and `data.name`.
         data_path: the directory of the data set; null for the run's.
         device: the device of each rank; "auto" uses a GPU if there is one.

@@ -1,4 +1,4 @@
-"""A page with the training images of the largest scores, which needs no other file."""
+"""A self-contained page with the training images that have the largest scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpikfac_apps.lab.influence.influence import Influence
 
 SUSPECTS = 60
-"""The number of training images that are shown by their self-influence."""
+"""The number of training images that are shown for their large self-influence."""
 
 
 class Shown(NamedTuple):
@@ -45,9 +45,9 @@ class Query(NamedTuple):
 
 
 def page(found: Influence, images: Tensor, head: str, top: int) -> str:
-    """Return a page in HTML with the largest scores of every query, and of self-influence.
+    """Return an HTML page with the largest scores for each query, and the largest self-influence.
 
-    Images that are neither grey nor of three colours appear by number, label and score alone.
+    Images with neither one nor three channels are shown only by number, label and score.
 
     Args:
         images: all training images, bytes `[n, channels, h, w]`; the largest byte is white.
@@ -82,11 +82,11 @@ def page(found: Influence, images: Tensor, head: str, top: int) -> str:
 
 
 def png(pixels: Tensor, white: int) -> str:
-    """Return bytes `[channels, h, w]` as a PNG file in base64; "" if they are no image."""
+    """Return bytes `[channels, h, w]` as a PNG file in base64; "" if they cannot be drawn."""
     if pixels.dim() != 3 or pixels.shape[0] not in (1, 3):
         return ""
     levels = (pixels.cpu().float() * (255 / white)).clamp(max=255).round().byte()
-    from matplotlib import image  # only where a page is written
+    from matplotlib import image  # imported only when a page is written
 
     file = io.BytesIO()
     image.imsave(file, levels.expand(3, -1, -1).permute(1, 2, 0).numpy(), format="png")

@@ -1,1 +1,1 @@
-"""Predictions of a network with the uncertainty of its weights."""
+"""Predictions of a network that take the uncertainty of its weights into account."""

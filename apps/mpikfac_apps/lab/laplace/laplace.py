@@ -1,10 +1,11 @@
-"""Test a run's network with the uncertainty of its weights: calibration, and foreign images.
+"""Evaluate a network with uncertain weights: its calibration, and how it treats foreign images.
 
     mpikfac laplace runs/a --measure
     mpirun -n 4 mpikfac laplace runs/a --weights last --prior evidence
 
-The curvature at the weights of a checkpoint gives a Gaussian posterior of the weights. Predictions
-are those of the weights themselves (MAP), of linearised outputs, and of sampled weights.
+The curvature at the weights of a checkpoint defines a Gaussian posterior over the weights.
+Predictions are made with the weights themselves (MAP), with linearised outputs, and with sampled
+weights.
 """
 
 from __future__ import annotations
@@ -108,10 +109,10 @@ def laplace(comm: mpikfac.comm.Comm, options: LaplaceOptions, watchdog: Watchdog
 
 
 def check_posterior(finished: Finished, options: LaplaceOptions) -> None:
-    """Check that the run is of a classifier, and that its factors have a posterior.
+    """Check that the run trained a classifier, and that its factors define a posterior.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the network is not a classifier, or its factors define no posterior.
     """
     run = finished.options
     if (task := finished.problem.task).learns != "labels":
@@ -119,12 +120,12 @@ def check_posterior(finished: Finished, options: LaplaceOptions) -> None:
     if run.kfac.estimator.fisher_type == "empirical" and not options.measure:
         raise ValueError(
             "the run has fisher_type=empirical, whose factors vanish as the images are fitted and "
-            "have no posterior; pass --measure, or train with --kfac.fisher_type=type-2 or mc"
+            "define no posterior; pass --measure, or train with --kfac.fisher_type=type-2 or mc"
         )
 
 
 def notes_of(finished: Finished, images: int) -> list[str]:
-    """Return lines on how far the weights are a mode of the posterior."""
+    """Return lines about how the run's options relate to the posterior and its prior."""
     run, found = finished.options, []
     if run.weight_decay and run.optimizer in PENALTIES:
         precision = images * run.weight_decay
@@ -137,11 +138,11 @@ def notes_of(finished: Finished, images: int) -> list[str]:
     softened = [*(["label_smoothing"] if run.label_smoothing else []), *augmentations(run)]
     if softened:
         found.append(
-            f"the run had {', '.join(softened)}: the evidence is that of the plain images and "
+            f"the run used {', '.join(softened)}, but the evidence is that of the plain images and "
             f"labels"
         )
     if run.ema_decay:
-        found.append("the posterior is around the weights themselves, not their averages")
+        found.append("the posterior is centred on the weights themselves, not on their averages")
     return found
 
 
@@ -225,10 +226,10 @@ def curvature_of(
 
 
 def last_alone(model: nn.Module, covered: mpikfac.Coverage) -> mpikfac.Coverage:
-    """Return the coverage of the last module with parameters alone.
+    """Return a coverage of only the last module with parameters.
 
     Raises:
-        ValueError: the coverage does not have it.
+        ValueError: no factors cover this module.
     """
     layers, last = mpikfac.layers.cover(model, covered)[0], weights.last_module(model)
     if last not in [layer.path for layer in layers]:
@@ -238,7 +239,7 @@ def last_alone(model: nn.Module, covered: mpikfac.Coverage) -> mpikfac.Coverage:
 
 
 def write(found: Predictions, prior: Prior, finished: Finished, options: LaplaceOptions) -> None:
-    """Write all predictions, with what they were computed from, to an HDF5 file.
+    """Write all predictions, and what they were computed from, to an HDF5 file.
 
     Raises:
         OSError: the file cannot be written.

@@ -23,7 +23,7 @@ def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
 def calibration_error(probabilities: Tensor, labels: Tensor) -> float:
     """Return the expected calibration error [Guo et al. 2017], over 15 bins of equal width.
 
-    Within a bin of confidences, it compares the mean confidence with the accuracy.
+    Within each bin of confidences, it compares the mean confidence with the accuracy.
     """
     confidences, best = probabilities.double().max(1)
     bins = (confidences * BINS).ceil().long().clamp(1, BINS) - 1  # (0, 1/15], (1/15, 2/15], ...
@@ -44,9 +44,9 @@ def accuracy(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def auroc(probabilities: Tensor, others: Tensor) -> float:
-    """Return the probability that another image has the larger entropy; ties count half.
+    """Return the probability that an image of `others` has the larger entropy; ties count half.
 
-    It is the area under the ROC curve of a detector of other images.
+    This is the area under the ROC curve of a detector of foreign images.
     """
     own, other = entropy(probabilities).sort().values, entropy(others)
     below, up_to = (torch.searchsorted(own, other, right=right) for right in (False, True))

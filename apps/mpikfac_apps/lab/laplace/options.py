@@ -15,12 +15,12 @@ PRIORS = "evidence", "heldout"
 
 
 def predictions_file(text: str) -> Path:
-    """Return the path `text` of a new file."""
+    """Return `text` as the path of a new file."""
     return new_file(text, ".h5")
 
 
 def prior(text: str) -> str:
-    """Return the text of a prior: one of `PRIORS`, or a number above 0."""
+    """Check and return the text of a prior: one of `PRIORS`, or a number above 0."""
     try:
         number = math.inf if text in PRIORS else float(text)
     except ValueError:
@@ -32,20 +32,20 @@ def prior(text: str) -> str:
 
 @dataclass(frozen=True)
 class LaplaceOptions:
-    """Test a run's network with a Gaussian posterior of its weights, a Laplace approximation.
+    """Evaluate a run's network with a Gaussian posterior over its weights (Laplace approximation).
 
     Args:
         path: the directory of a run, whose newest checkpoint is used, or of a checkpoint inside the
             directory of a run.
-        weights: the weights with a posterior, "all" that factors cover or those of the "last"
+        weights: the weights with a posterior: "all" that factors cover, or those of the "last"
             layer; all others are fixed.
-        prior: the precision of the prior: that of the largest "evidence" of the training images;
-            that of the smallest loss of "heldout" images, every second test image; or a number.
+        prior: the precision of the prior. "evidence": maximises the evidence of the training
+            images; "heldout": minimises the loss on every second test image; or a number.
         samples: the number of sampled weights whose predictions are averaged; 0 for none.
         measure: measure the curvature in passes over the training images, as in EKFAC, instead of
             using the factors of the run.
-        ood: images that are not of the data set: "permuted", the test images with permuted pixels,
-            or a data set by name, or FILE.py:FUNCTION.
+        ood: foreign images: "permuted" for the test images with permuted pixels, the name of a data
+            set, or FILE.py:FUNCTION.
         ood_path: the directory of the data set `ood`.
         out: a new file for all predictions, .h5; null for none.
         trust: allow executing the files FILE.py of `ood` and of the run's `model` and `data.name`.

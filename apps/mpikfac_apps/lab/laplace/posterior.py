@@ -20,7 +20,7 @@ from mpikfac_apps.training.parts.problem import Problem
 PASS = 128  # images per pass
 STATISTICS = 1024  # training images from which statistics of BatchNorm are estimated
 GRID = [10 ** (number / 4) for number in range(-8, 25)]
-"""Precisions from which held-out images choose: 0.01 to 1,000,000, four per power of ten."""
+"""The precisions to try on held-out images: 0.01 to 1,000,000, four per power of ten."""
 BY = {"evidence": "by evidence", "heldout": "by the loss of held-out images"}
 
 
@@ -30,7 +30,7 @@ class Prior:
 
     Attributes:
         by: how its precision was chosen: one of `BY`, or "given".
-        log_evidence: the logarithm of the evidence with it.
+        log_evidence: the logarithm of the evidence with this prior.
     """
 
     precision: float
@@ -43,9 +43,9 @@ class Predictions:
     """Probabilities of classes `[images, classes]` by method: "MAP", "linear" and "samples".
 
     Attributes:
-        test: of every second test image.
-        ood: of foreign images.
-        labels: of the test images.
+        test: the probabilities for every second test image.
+        ood: the probabilities for foreign images.
+        labels: the labels of the test images.
     """
 
     test: Mapping[str, Tensor]
@@ -93,7 +93,7 @@ class Posterior:
         everywhere: the curvature with the eigenbases of all layers on this rank.
         examples: the number of training images.
         images, labels: the rank's part of the test images.
-        heldout: whether an image is held out: every second test image.
+        heldout: whether each test image is held out; every second one is.
     """
 
     problem: Problem
@@ -139,7 +139,7 @@ class Posterior:
         return Predictions(test, ood, torch.cat([labels for *_, labels in gathered]))
 
     def _log_likelihood(self) -> float:
-        """Return the sum over all training images, without augmentation and smoothing."""
+        """Return the log-likelihood of all training images, without augmentation and smoothing."""
         comm, total = self.problem.comm, 0.0
         with torch.no_grad():
             own = share(*examples(self.problem), comm.rank, comm.size)
@@ -149,7 +149,7 @@ class Posterior:
         return mpikfac.comm.summed(comm, [total])[0]
 
     def _heldout(self) -> float:
-        """Return the precision of `GRID` with the smallest loss of the held-out images."""
+        """Return the precision in `GRID` with the smallest loss on the held-out images."""
         total = torch.zeros(len(GRID), dtype=torch.float64)
         images, labels = self.images[self.heldout], self.labels[self.heldout]
         batches = parts(images, labels, PASS)
@@ -189,8 +189,8 @@ class Posterior:
             return mpikfac.lab.probit(self._outputs(images).double(), variances)
 
     def _sampled(self, images: Tensor, prior: float, options: LaplaceOptions) -> Tensor:
-        """Return the mean of the probabilities of sampled weights."""
-        moved = options.weights == "all"  # those before normalisation layers, too
+        """Return probabilities, averaged over sampled weights."""
+        moved = options.weights == "all"  # changes the inputs of normalisation layers
         statistics = list(self._statistics()) if moved else []
         generator = torch.Generator("cpu").manual_seed(options.seed)
         arguments = self.curvature, self.examples, prior, generator, options.samples, statistics

@@ -81,12 +81,12 @@ def advise(options: AdviseOptions) -> int:
 
 
 def images_to_cover(messages: float, per_image: float) -> int:
-    """Return the minimum number of images per rank that take as long to compute as the messages."""
+    """Return the minimum number of images per rank whose computation covers the messages."""
     return max(1, math.ceil(messages / per_image - 1e-9))
 
 
 def servers_to_hide(size: float, clients: int, bandwidth: float, computing: float) -> int:
-    """Return the minimum number of servers whose messages the clients' computing time covers.
+    """Return the minimum number of servers with which the clients' computing time hides messages.
 
     Every client pushes gradients and fetches weights, `size` bytes each, in equal parts to and from
     all servers. A server moves `bandwidth` bytes per second.
@@ -134,7 +134,7 @@ def needs(row: Row, options: AdviseOptions) -> Row:
 
 
 def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> Iterator[Row]:
-    """Yield rows of variants with other workers and levels that compute the same results."""
+    """Yield rows for other numbers of workers and levels that give the same results."""
     for row in variants(options, network_of(options), ranks, machine, {"": {}}):
         if row["change"]:
             yield row | needs(row, options) | {"overlap": options.given[OVERLAP]}
@@ -162,7 +162,7 @@ def _place(name: str) -> int:
 
 
 def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:
-    """Return lines with the job, the machine and the meaning of the columns."""
+    """Return lines that describe the job, the machine and the columns."""
     return [
         job_in_words(options),
         *machine_in_words(machine),
@@ -195,7 +195,7 @@ def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
 
 
 def of_batch(row: Row, options: AdviseOptions) -> list[str]:
-    """Return the arithmetic of the mini-batch lemma for a strategy."""
+    """Return lines that apply the mini-batch lemma to a strategy, with the arithmetic."""
     step, images, batch = row["mean"], row["images"], options.batch_per_rank
     parts = [f"{stage} {ms(step['stages'].get(stage, 0.0))}" for stage in growing(options)]
     least = step["overlapped"] / row["per_image"]
@@ -247,7 +247,7 @@ def words_of(preconditioner: Preconditioner) -> list[str]:
 
 
 def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:
-    """Return the arithmetic of the parameter-server lemma."""
+    """Return lines that apply the parameter-server lemma, with the arithmetic."""
     _, others = network_of(options).bare
     size = FLOAT32 * sum(math.prod(shape) for _, shape in others)
     network = machine.network(options.model, options.batch_per_rank)
@@ -267,7 +267,7 @@ def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Mach
 
 
 def of_rate(row: Row, options: AdviseOptions) -> list[str]:
-    """Return the learning rates for the batch of all ranks, by both rules."""
+    """Return lines with the learning rates for the batch of all ranks, according to both rules."""
     ranks, images = row["ranks"], max(row["images"], options.batch_per_rank)
     return [
         f"Learning rate for {number(ranks * images, 'image')}, instead of {images} on one rank",

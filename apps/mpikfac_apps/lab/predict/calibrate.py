@@ -46,7 +46,7 @@ DECOMPOSED: dict[str, Callable[[Tensor], object]] = {
     "eigen": mpikfac.numerics.eigenbasis,
     "shampoo": lambda factor: mpikfac.preconditioners.Shampoo().decompose(factor, 1e-3, None),
 }
-CUBES = [2**k for k in range(4, 12)]  # orders of products
+CUBES = [2**k for k in range(4, 12)]  # orders of the matrices that are multiplied
 LONGEST = 0.5  # seconds; once a message or factor takes longer, larger ones are not measured
 BUDGET = 0.1  # seconds for the repetitions of one measurement
 STEPS_BUDGET = 5.0  # seconds for the steps of one network, per measurement
@@ -171,7 +171,7 @@ def message_samples(
     hosts_of = {c: {host for host, of in zip(hosts, colors) if of == c} for c in colors}
     nodes = max(map(len, hosts_of.values()))
     if distance > 1 and nodes == 1:
-        return []  # as fast as between neighbours
+        return []  # these messages are as fast as those between neighbours
     sharing = max(sum(host in group_hosts for group_hosts in hosts_of.values()) for host in hosts)
     group = cast(mpikfac.comm.Comm, comm.Split(colors[comm.rank], comm.rank))
     grid = mpikfac.comm.Grid(group, 1, mpikfac.Trace())

@@ -1,4 +1,4 @@
-"""The options of the programs that predict and measure; showing help does not import torch."""
+"""The options of the programs that predict and measure; help does not import torch."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class PredictionOptions:
 
     Args:
         machine: the machine: a file written by `mpikfac calibrate`, or a published machine.
-        model: your own model, as FILE.py:FUNCTION; a network from timm, as timm:NAME; or a network
-            by name.
+        model: FILE.py:FUNCTION for your own model, timm:NAME for a network from timm, or the name
+            of a network.
         ranks: the numbers of ranks to predict for, separated by commas: 16,64,256.
         classes: the number of classes. null: 1000 for most timm networks and for networks for
             ImageNet, the number that your own model has, and 10 for all other networks.
@@ -81,7 +81,7 @@ class PredictionOptions:
         batch_per_rank: the number of images per step on each rank.
         stragglers: the spread of the ranks' computing times, as a standard deviation of the
             logarithm; 0.05 for 5 %.
-        json: a file to write the predictions to; null for none.
+        json: a file for the predictions; null for none.
         given: the values of the options that the user sets, by key.
         distribution: choices that replace those of each strategy.
     """
@@ -114,7 +114,7 @@ class SimulateOptions(PredictionOptions):
     Args:
         search: print the Pareto-optimal choices: strategies, workers, two levels, intervals and
             compression; see docs/extensions/search.md.
-        picture: a file to draw the choices of `search` into, .pdf, .png or .svg; null for none.
+        picture: a file for a plot of the choices of `search`, .pdf, .png or .svg; null for none.
     """
 
     search: bool = False
@@ -126,8 +126,8 @@ class AdviseOptions(PredictionOptions):
     """Recommend a batch size, servers and a strategy that hide messages. Runs without MPI.
 
     Args:
-        efficiency: the minimum efficiency, such as 0.8, for which the largest number of ranks is
-            printed, up to the largest of `ranks`; null for none.
+        efficiency: print the largest number of ranks, up to the largest of `ranks`, that has at
+            least this efficiency, such as 0.8; null for none.
     """
 
     efficiency: float | None = bounded(None, "> 0", "<= 1")

@@ -134,7 +134,7 @@ class NetworkShapes:
 
 
 def network_of(options: PredictionOptions) -> NetworkShapes:
-    """Return the network of the options."""
+    """Return the shapes of the network that the options name."""
     entry = models.network(options.model)
     covers = coverage(options.kfac, entry.covers)
     covered = models.shapes_of(options.model, options.classes, covers)
@@ -202,7 +202,7 @@ def without_factors(options: PredictionOptions) -> bool:
 
 
 def machine_in_words(machine: mpikfac.predict.Machine) -> list[str]:
-    """Return lines with the machine's name, and with the values that are estimates."""
+    """Return lines with the machine's name and the names of its estimated values."""
     words = f"Estimated: {', '.join(machine.estimated)}" if machine.estimated else ""
     lines = textwrap.wrap(words, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return [f"Machine: {machine.name}; predicted, not measured", *lines]

@@ -2,8 +2,8 @@
 
     mpikfac simulate --search true --model resnet50 --ranks 1024 --machine a100-hdr
 
-A choice consists of a strategy, a number of workers, one or two levels of messages, compression and
-intervals.
+A choice consists of a strategy, the number of workers, the number of levels of messages (one or
+two), the compression, and the intervals.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def variants(
     machine: mpikfac.predict.Machine,
     wires: Mapping[str, Mapping[str, str]],
 ) -> list[Row]:
-    """Return the predicted rows of all variants of the strategies, with `change` and `wires`.
+    """Return the predicted rows of all variants of the strategies, each with `change` and `wires`.
 
     Args:
         wires: the choices of compression to try, by name.
@@ -130,7 +130,7 @@ def changed(options: Options, change: Mapping[str, Any]) -> Options:
 
 
 def alike(name: str) -> bool:
-    """Return whether a strategy computes the results of one process with the joint batch."""
+    """Return whether a strategy gives the same results as one process with the joint batch."""
     way = mpikfac.plan.NAMED.get(name)
     return way is not None and way.same and way.strategy.refresh == mpikfac.Refresh()
 
@@ -217,7 +217,7 @@ def mean(row: Row, parts: Mapping[tuple[bool, bool], float], name: str) -> float
 
 
 def heading(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[str]:
-    """Return lines with the job, the machine and the meaning of the columns."""
+    """Return lines that describe the job, the machine and the columns."""
     return [
         job_in_words(options),
         *machine_in_words(machine),

@@ -55,7 +55,7 @@ def predict(options: SimulateOptions) -> int:
 
 
 def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[str]:
-    """Return lines with the job, the machine and the meaning of the columns."""
+    """Return lines that describe the job, the machine and the columns."""
     lines = [
         job_in_words(options),
         *machine_in_words(machine),

@@ -24,11 +24,11 @@ EXAMPLE = {
     **{"what": "s of a message", "where": "4 ranks", "published": "0.1", "predicted": "0.13"},
     **{"off": "+30 %", "verdict": "outside the tolerance"},
 }
-"""A row with an error, made up, by the titles of its columns."""
+"""A made-up row with an error, keyed by column."""
 VARIABLES = ("OMP_", "OMPI_", "MKL_", "MPI4PY_", "MPIRUN")
 """Prefixes of environment variables that can affect a result."""
 FACTS = ("cpu family", "model", "cpu MHz")
-"""Facts about a processor in /proc/cpuinfo."""
+"""The keys of facts about a processor in /proc/cpuinfo."""
 
 
 def write(
@@ -94,7 +94,7 @@ def deviation(entry: Entry, row: Row) -> str:
 
 
 def digits(entry: Entry, number: float) -> str:
-    """Format a number with the decimals of points, or with enough digits for the tolerance."""
+    """Format a number with as many decimals as points have, or as the tolerance requires."""
     decimals = places(entry)
     if not entry.points:
         decimals = max(0, decimals + 2 - exponent(number))
@@ -103,7 +103,10 @@ def digits(entry: Entry, number: float) -> str:
 
 
 def places(entry: Entry) -> int:
-    """Return the decimals of deviations: one more than the tolerance has, if it is below 10."""
+    """Return the number of decimals with which deviations are shown.
+
+    They show one digit more than the leading digit of a tolerance below 10.
+    """
     return max(0, 1 - exponent(entry.tolerance * (1 if entry.points else 100)))
 
 

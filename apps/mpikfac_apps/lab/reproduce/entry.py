@@ -16,15 +16,15 @@ Verdict: TypeAlias = Literal[
 ]
 VERDICTS: dict[Verdict, str] = {
     "agrees": "differs by at most the tolerance",
-    "record agrees": "a recorded value differs by at most the tolerance; nothing was measured anew",
+    "record agrees": "a recorded value differs by at most the tolerance; it was not measured again",
     "fitted": "differs by at most the tolerance, but a constant of the model was fitted to the "
     "expected value, so this does not test the model",
     "miss": "is known to differ by more than the tolerance; the reason follows. The exit code "
     "remains 0",
     "outside the tolerance": "differs by more than the tolerance, which is an error. A prediction "
-    "does not depend on this machine; repeat a measurement on idle cores, and report what remains",
-    "within the tolerance, but listed as a miss": "agrees, although a miss was expected, which is "
-    "an error, counted as outside: the reason of the miss is outdated",
+    "does not depend on this machine; repeat a measurement on idle cores before you report it",
+    "within the tolerance, but listed as a miss": "agrees, although a miss was expected. This is "
+    "an error, counted as outside: the reason for the miss is outdated",
 }
 """The verdicts on a row, and what they mean."""
 ERRORS: tuple[Verdict, ...] = (
@@ -66,14 +66,14 @@ class Entry:
 
     Attributes:
         about: what is compared.
-        paper: the short name of the paper in docs/reference/references.md, after "method of" if the
-            values are not the paper's.
+        paper: the short name of the paper in docs/reference/references.md, preceded by "method of"
+            if the values are not the paper's.
         source: the table, figure or formula with the expected values.
         found: how `rows` finds its values. "recorded": in the results of `anew`, which takes hours.
-        how: continues `found`: the machine model, the ranks and threads, or the date.
+        how: a continuation of `found`: the machine model, the ranks and threads, or the date.
         tolerance: the largest deviation of a row without a `miss`.
         why: the reason for the tolerance.
-        seconds: the time of `command` on two idle cores.
+        seconds: the time that `mpikfac reproduce` takes on two idle cores.
         rows: computes the rows, in less than a minute.
         data: the data set that is read.
         anew: how to repeat the recorded measurements.

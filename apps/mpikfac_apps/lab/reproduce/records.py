@@ -1,4 +1,4 @@
-"""Compare results that commands of this repository have recorded with published values."""
+"""Compare published values with results that commands of this repository have recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpikfac_apps.lab.reproduce.entry import Row
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 SGD = "50000-sgd-15-128-0.1-0.0005-"
-"""The beginning of the names of SGD's runs in `time_to_accuracy.json`."""
+"""The prefix of the names of SGD's runs in `time_to_accuracy.json`."""
 
 
 def text_of(name: str) -> str:

@@ -10,7 +10,7 @@ SIZES = (
     "4 F = 586.9 MiB are ResNet-50's square factors, 4 N = 97.3 MiB the weights of its covered "
     "layers, and 4 T = 97.7 MiB all its weights and running statistics"
 )
-MODELS = "its file in mpikfac/predict/machines has the source of each constant"
+MODELS = "its file in mpikfac/predict/machines states the source of each constant"
 
 _ENTRIES = (
     Entry(
@@ -19,7 +19,7 @@ _ENTRIES = (
         paper="method of SC20",
         source="2 (P - 1) / P 4 T of gradients, 2 (P - 1) / P 4 F of factors, half of it to "
         "owners, (P - 1) / P 4 F of bases, (P - 1) / P 4 N of directions, for P = 16 ranks and "
-        f"elements of 4 bytes; {SIZES}; the largest factor, of order 4,608, has 21.6 % of the "
+        f"elements of 4 bytes; {SIZES}; the largest factor, of order 4,608, takes 21.6 % of the "
         "operations, in proportion to the third power of the order",
         found="predicted",
         how="by the plan of messages, without a machine model: bytes are counted",
@@ -79,15 +79,15 @@ _ENTRIES = (
         about="steps of SGD and K-FAC, ResNet-50",
         paper="SC20",
         source=f"seconds of an epoch in {SC20_RESULTS}, divided by the steps of an epoch. Assumed, "
-        "as the file does not say so: K-FAC-lw, V100, 32 images on each GPU, factors in every "
+        "because the file does not say so: K-FAC-lw, V100, 32 images on each GPU, factors in every "
         "step; the file says that bases are computed in every tenth step. SGD's epoch of 4:08 on "
-        "64 GPUs contradicts its run, which took 5:32 per epoch. What K-FAC adds is its step "
-        "without SGD's. Published epochs include reading images and predictions do not, so "
-        "K-FAC's own steps agree only if reading takes no time beside them",
+        "64 GPUs contradicts its run, which took 5:32 per epoch. What K-FAC adds is its step time "
+        "minus SGD's. Published epochs include reading images and predictions do not, so "
+        "K-FAC's own steps agree only if reading takes no additional time",
         found="predicted",
         how=f"by the machine model v100-edr, with 32 images on each GPU; {MODELS}",
         tolerance=0.2,
-        why="chosen by this project: v100-edr consists of data sheets and of times that were "
+        why="chosen by this project: v100-edr is based on data sheets and on times that were "
         "scaled from other GPUs",
         seconds=8,
         rows=published.sc20_steps,
@@ -97,7 +97,7 @@ _ENTRIES = (
         about="unequal parts of ResNet-50, collectives on 64 simulated hosts",
         paper="method of Thakur et al. 2005",
         source="SMPI of SimGrid 3.32: benchmarks/results/collectives.json, recorded on 2026-11-27, "
-        "has the simulated platform; no command of the repository repeats this simulation",
+        "describes the simulated platform; no command of the repository repeats this simulation",
         found="predicted",
         how="by the latency and bandwidth of the simulated platform",
         tolerance=0.06,

@@ -54,7 +54,7 @@ def found(entry: Entry, alone: bool) -> Reproduced:
     """Return the rows of an entry, or the reason why they cannot be computed here.
 
     Raises:
-        ValueError: they cannot be computed, and no other entry remains.
+        ValueError: the rows cannot be computed, and no other entry remains.
         OSError: a file is missing, and no other entry remains.
     """
     start = time.monotonic()

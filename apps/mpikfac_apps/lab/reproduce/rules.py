@@ -1,6 +1,6 @@
 """Published exchange rules in numpy, on least-squares problems that differ between ranks.
 
-Each rule is written from its paper for all ranks at once, and shares no code with the library.
+Each rule is implemented from its paper, for all ranks at once, without code from the library.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def lsgd(
     """Return the weights of all ranks after each step of LSGD [Teng et al. 2019].
 
     With `copies`, neighbouring ranks train a copy together, and the sum of their losses decides who
-    leads. Losses are summed from the last change of a leader.
+    leads. Losses are summed since the last change of a leader.
     """
     every = every or rule.sync_every
     losses = [quadratic(rank) for rank in range(ranks)]
@@ -183,7 +183,7 @@ def streaming_diloco(
 ) -> list[Weights]:
     """Return the weights of all ranks after each step of Streaming DiLoCo.
 
-    Of two parts, the first holds the weights, the second the votes [Douillard et al. 2025].
+    There are two parts: one with all weights, one with the votes alone [Douillard et al. 2025].
     """
     w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
     before, outer, found = w[0].copy(), np.zeros(SIZE), []

@@ -58,7 +58,7 @@ def line(results: Sequence[Reproduced]) -> str:
 
 
 def table(results: Sequence[Reproduced]) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each result, and of their sum."""
+    """Yield the cells of each result, and of the totals."""
     for result in results:
         entry = result.entry
         yield (entry.name, entry.about, entry.found, *numbers([result]))
@@ -66,10 +66,10 @@ def table(results: Sequence[Reproduced]) -> Iterator[tuple[str, ...]]:
 
 
 def numbers(results: Sequence[Reproduced]) -> tuple[str, ...]:
-    """Return the numbers of results in the order of `HEAD`."""
+    """Return the counts for results in the order of `HEAD`."""
     return (*map(str, counts(results).values()), seconds(results))
 
 
 def seconds(results: Sequence[Reproduced]) -> str:
-    """Format the time of results, with at least a second."""
+    """Format the total time of results in seconds, as at least 1."""
     return f"{max(1, sum(result.seconds for result in results)):,.0f}"

@@ -1,4 +1,4 @@
-"""Run short trainings: a network with the default settings, and replicas that exchange weights."""
+"""Train briefly: a network with the default settings, and replicas that exchange weights."""
 
 from __future__ import annotations
 

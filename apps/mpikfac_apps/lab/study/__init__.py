@@ -1,4 +1,4 @@
-"""Studies: many training runs from a single file, results, and a report."""
+"""Studies: many training runs described by a single file, their results, and a report."""
 
 from __future__ import annotations
 

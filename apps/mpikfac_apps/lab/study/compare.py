@@ -51,7 +51,7 @@ class CompareOptions:
         target: the test accuracy for which times are reported, in per cent (97) or as a fraction
             (0.97); for autoencoders, the test error; for language models, bits per byte. null for
             no target.
-        figure: a file to draw the curves into, .pdf, .png or .svg; null for none.
+        figure: a file for a plot of the curves, .pdf, .png or .svg; null for none.
         png: another name for `figure`.
         table: a file for the values: .csv with one line per run, or .tex with a LaTeX table, which
             contains means if a variant has several seeds; null for none.
@@ -127,7 +127,7 @@ def curve_of(run: Path) -> Curve:
 
 
 def measure_of(variants: Variants) -> Measure:
-    """Return the measure of all runs."""
+    """Return the measure that all runs have in common."""
     return next(curve.measure for runs in variants.values() for curve in runs)
 
 

@@ -1,4 +1,4 @@
-"""Run the cells of a study one after another, and record the end of each cell.
+"""Run the cells of a study one after another, and record how each cell ended.
 
 STUDY/cells/CELL/run/          the run directory of the training program
 STUDY/cells/CELL/output.txt    the output of the program

@@ -49,7 +49,7 @@ GROUPS = {
 """Stages of a step by name in a report; all other stages are "other"."""
 WAITING, OTHER = "waiting", "other"
 # Options and choices about devices, transport and records change results only by rounding. All
-# options outside of these sets change results.
+# options outside these sets change results.
 WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
     *("exit_code", "watchdog_timeout", "shrink", "log_every", "trace_steps", "threads", "metrics"),
@@ -303,7 +303,8 @@ def _kinds(
 def estimators(cells: Sequence[Cell]) -> dict[str, str]:
     """Return a letter for each variant; variants that compute the same results share a letter.
 
-    Letters compare cells on the same number of ranks, on which BatchNorm's statistics depend.
+    Compare letters only between cells on the same number of ranks, because BatchNorm's statistics
+    depend on this number.
     """
     letters: dict[str, str] = {}
     kinds: dict[str, str] = {}

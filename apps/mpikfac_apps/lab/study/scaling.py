@@ -1,8 +1,8 @@
 """Predict the time to a target on many ranks: measured steps times predicted seconds per step.
 
 The number of steps for a batch size does not depend on the number of ranks that share the batch, so
-it can be measured on few ranks. A machine file predicts the time of a step on any number of ranks.
-Each optimizer uses the batch with the shortest time.
+it can be measured on few ranks. With a machine file, the time of a step can be predicted for any
+number of ranks. Each optimizer uses the batch with the shortest time.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _order(steps: Steps) -> tuple[int, float]:
 def efficient_batches(steps: Sequence[Steps]) -> dict[str, int]:
     """Return, by kind, the largest batch that needs at most twice the images of the best batch.
 
-    This is the critical batch of [McCandlish et al. 2018]. A kind needs at least two batches.
+    This is the critical batch of [McCandlish et al. 2018]. Kinds with a single batch are left out.
     """
     images: dict[str, dict[int, float]] = {}
     for each in steps:
@@ -183,7 +183,7 @@ def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> flo
     """Return the predicted time of a mean step, in seconds.
 
     Raises:
-        ValueError: the options are invalid for the number of ranks, or the machine lacks times.
+        ValueError: the options are invalid for the number of ranks, or the machine has no times.
     """
     job = job_of(options, ranks, inv_update_steps(options, ranks))
     return mpikfac.predict.simulate(plan_of(options, ranks), machine, job).mean.seconds

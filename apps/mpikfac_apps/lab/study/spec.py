@@ -229,7 +229,7 @@ def _check_predicted(ranks: Any, machine: Any) -> None:
     _check_ranks("predict_ranks", ranks)
     if not machine:
         raise ValueError(
-            "predict_ranks needs machine: a file of mpikfac calibrate, or a published machine"
+            "predict_ranks needs machine: a file from mpikfac calibrate, or a published machine"
         )
 
 
@@ -263,13 +263,13 @@ def _check_list(where: str, values: Any) -> None:
     if not isinstance(values, list) or not values:
         raise ValueError(f"{where}={values} must be a list of at least one value")
     if any(values.count(value) > 1 for value in values):
-        raise ValueError(f"{where}={values} must not name a value twice")
+        raise ValueError(f"{where}={values} must not contain a value twice")
 
 
 def _check_ranks(where: str, ranks: list[Any]) -> None:
     for count in ranks:
         if type(count) is not int or not 1 <= count <= MOST:
-            raise ValueError(f"{where}: {count} must be a whole number, 1 to {MOST:,}")
+            raise ValueError(f"{where}: {count} must be a whole number from 1 to {MOST:,}")
 
 
 def _hint(name: object, names: Mapping[str, Any] | Sequence[str]) -> str:
@@ -356,7 +356,7 @@ def _run_of(
     options = parse(arguments, ranks)
     options = replace(options, lr=options.rate)  # a report prints the rate
     if isinstance(options.batch, ByEpoch):
-        raise ValueError(f"batch={options.batch} must be a single number: a study compares steps")
+        raise ValueError(f"batch={options.batch} must be a single number, so steps can be compared")
     return tuple(arguments), options, plan_of(options, ranks)
 
 
@@ -426,7 +426,7 @@ def shown_interval(options: Options, ranks: int) -> int:
 def inv_update_steps(options: Options, ranks: int) -> int:
     """Return the steps between two refreshes, as set by the option, the strategy or the default.
 
-    If the option sets numbers by epoch, that of epoch 0 is returned.
+    If the option is a schedule by epoch, its value at epoch 0 is returned.
     """
     if options.optimizer != "kfac":
         return at_start(options.kfac.inv_update_steps) or BASIS_EVERY

@@ -65,7 +65,7 @@ def _bars(panel: Axes, cells: Sequence[Measured], variants: Sequence[str]) -> No
 
 
 def curves(all_cells: Sequence[Measured], target: float | None) -> Figure | None:
-    """Draw test results by epochs, seconds and bytes sent, with a row per number of ranks."""
+    """Plot test results against epochs, seconds and bytes sent, with a row per number of ranks."""
     cells = [cell for cell in all_cells if cell.curve.steps]
     if not cells:
         return None
@@ -98,7 +98,7 @@ def curves(all_cells: Sequence[Measured], target: float | None) -> Figure | None
 
 
 def bounds(cells: Sequence[Measured]) -> Figure | None:
-    """Draw the factor by which a clip shortens steps, by epochs, with a line per run."""
+    """Plot the factor by which a clip shortens steps against epochs, with a line per run."""
     shortened = [cell for cell in cells if cell.curve.shortened]
     if not shortened:
         return None
