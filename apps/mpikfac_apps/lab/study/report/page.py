@@ -18,10 +18,10 @@ from mpikfac_apps.lab.pages import rendered
 from mpikfac_apps.lab.study import results
 from mpikfac_apps.lab.study.measures import Measure
 from mpikfac_apps.lab.study.report import at_ranks, pictures, table
-from mpikfac_apps.lab.study.report.findings import distinct, findings
+from mpikfac_apps.lab.study.report.findings import MARK, distinct, findings
 from mpikfac_apps.lab.study.report.style import figure_file, inline_svg
 from mpikfac_apps.lab.study.report.timelines import timeline
-from mpikfac_apps.lab.study.results import Measured
+from mpikfac_apps.lab.study.results import BUSY, Measured
 from mpikfac_apps.lab.study.spec import Study, inv_update_steps
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import Options
@@ -84,6 +84,8 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         tables={name: base64.b64encode(text.encode()).decode() for name, text in tables.items()},
         facts=list(_facts(cells)),
         findings=[*findings(cells, target, letters), *many.sentences],
+        busy=any(cell.busy for cell in complete),
+        **{"mark": MARK, "limit": percent(BUSY, 0)},
         complete=len(complete),
         cells=len(cells),
         target=f"a test {measure.name} of {measure.text(target)}",
