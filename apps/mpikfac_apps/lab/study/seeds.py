@@ -48,6 +48,12 @@ class SeedMean:
             return self.low, self.high
         return self.mean - self.half, self.mean + self.half
 
+    def scaled(self, factor: float) -> SeedMean:
+        """Return the mean of all values times a positive factor."""
+        half = None if self.half is None else factor * self.half
+        low, high = factor * self.low, factor * self.high
+        return SeedMean(factor * self.mean, half, self.count, low, high)
+
     def overlaps(self, mean: SeedMean) -> bool:
         """Return whether the intervals (or ranges) overlap.
 
@@ -105,9 +111,9 @@ def student(freedom: int) -> float:
 
 
 def leaders(means: Mapping[str, SeedMean]) -> list[str]:
-    """Return the name of the lowest mean, and the names whose intervals over seeds overlap its own.
+    """Return the name of the lowest mean, and those whose intervals over seeds overlap its own.
 
-    Names are sorted by mean. Without several seeds, there are no intervals, and one name is returned.
+    Names are sorted by mean. Without several seeds, one name is returned.
     """
     order = sorted(means, key=lambda name: means[name].mean)
     least = means[order[0]]
@@ -117,7 +123,7 @@ def leaders(means: Mapping[str, SeedMean]) -> list[str]:
 
 
 def doubt(means: Mapping[str, SeedMean]) -> str:
-    """Return a sentence about means that seeds do not tell from the lowest; "" if there are none."""
+    """Return a sentence about means that seeds do not tell from the lowest; "" without any."""
     lowest, *near = leaders(means)
     if not near:
         return ""

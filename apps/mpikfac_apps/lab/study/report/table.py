@@ -162,7 +162,7 @@ def column(title: str, key: str, show: Callable[[Any], str]) -> Column:
     return Column(title, lambda row: NONE if row[key] is None else show(row[key]), key)
 
 
-def _timed(column: Column, *further: str) -> Column:
+def _timed(plain: Column, *further: str) -> Column:
     """Return a column of times, with a mark in the rows of busy cells.
 
     Args:
@@ -170,11 +170,11 @@ def _timed(column: Column, *further: str) -> Column:
     """
 
     def text(row: Row) -> str:
-        shown = column.show(row)
-        known = row[column.key] is not None
+        shown = plain.show(row)
+        known = row[plain.key] is not None
         return shown + MARK if known and any(row[key] for key in ("busy", *further)) else shown
 
-    return replace(column, show=text)
+    return replace(plain, show=text)
 
 
 def _averaged(title: str, key: str, show: Callable[[Any], str]) -> Column:
@@ -209,13 +209,14 @@ def _reached(row: Row) -> str:
 
 def by_ranks(rows: Sequence[Row], columns: Sequence[Column]) -> list[Group]:
     """Return the texts and values of all rows, grouped by number of ranks."""
-    groups: dict[str, list[list[tuple[str, float | str]]]] = {}
+    groups: dict[int, list[list[tuple[str, float | str]]]] = {}
     for row in rows:
-        heading = number(row["ranks"], "rank")
-        if row.get("more_ranks_than_cores"):
-            heading += CROWDED
-        groups.setdefault(heading, []).append([column.cell(row) for column in columns])
-    return list(groups.items())
+        groups.setdefault(row["ranks"], []).append([column.cell(row) for column in columns])
+    crowded = {row["ranks"] for row in rows if row.get("more_ranks_than_cores")}
+    return [
+        (number(ranks, "rank") + (CROWDED if ranks in crowded else ""), lines)
+        for ranks, lines in groups.items()
+    ]
 
 
 # -- files ---------------------------------------------------------------------------------------
