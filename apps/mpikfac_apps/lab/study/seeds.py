@@ -69,8 +69,8 @@ class SeedMean:
 
     @property
     def spread(self) -> str:
-        """What `ends` delimit, in words."""
-        return "range over seeds" if self.half is None else "95 % interval over seeds"
+        """The name of what `ends` are the ends of, in the plural."""
+        return "ranges of seeds" if self.half is None else "95 % intervals over seeds"
 
     def text(self, show: Callable[[float], str]) -> str:
         """Format the mean and half of the interval, or the ends of the range, or the only value.
@@ -128,7 +128,7 @@ def doubt(means: Mapping[str, SeedMean]) -> str:
     if not near:
         return ""
     who = listed(near) if len(near) <= NAMED else f"{len(near)} of the {len(means) - 1} others"
-    return f" No difference from {lowest} is shown for {who}: each {means[lowest].spread} overlaps."
+    return f" No difference from {lowest} is shown for {who}: {means[lowest].spread} overlap."
 
 
 # -- runs ----------------------------------------------------------------------------------------

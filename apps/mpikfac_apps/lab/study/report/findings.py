@@ -157,7 +157,7 @@ def unclear(ratios: Mapping[str, SeedMean]) -> str:
     if not names:
         return ""
     spread = ratios[names[0]].spread
-    return f" No difference from SGD is shown for {_labels(names)}: each {spread} covers 1."
+    return f" No difference from SGD is shown for {_labels(names)}: {spread} cover 1."
 
 
 def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
@@ -205,9 +205,10 @@ def _first(means: Mapping[str, SeedMean], sgd: Collection[str], target: str) -> 
     """Name the variant that reached the target first if seeds show it, and say what SGD needed."""
     best, *near = leaders(means)
     claim = "no variant is shown to be" if near else f"{best} was"
-    text = f"In seconds of training, {claim} first at {target}: {_range(means, brief)} s on average"
+    text = f"In seconds of training, {claim} first at {target}. "
+    text += f"Variants needed {_range(means, brief)} s on average"
     if baselines := {name: mean for name, mean in means.items() if name in sgd}:
-        text += f", SGD {_range(baselines, brief)} s"
+        text += f", and SGD {_range(baselines, brief)} s"
     return f"{text}.{doubt(means)}"
 
 
