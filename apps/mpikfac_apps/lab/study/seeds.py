@@ -113,13 +113,13 @@ def student(freedom: int) -> float:
 def leaders(means: Mapping[str, SeedMean]) -> list[str]:
     """Return the name of the lowest mean, and those whose intervals over seeds overlap its own.
 
-    Names are sorted by mean. Without several seeds, one name is returned.
+    Names are sorted by mean. Single runs overlap only if they are equal.
     """
     order = sorted(means, key=lambda name: means[name].mean)
     least = means[order[0]]
-    near = [name for name in order[1:] if means[name].overlaps(least)]
-    single = max(mean.count for mean in means.values()) == 1
-    return order[:1] if single else [order[0], *near]
+    if max(mean.count for mean in means.values()) == 1:
+        return [name for name in order if means[name].mean == least.mean]
+    return [name for name in order if name == order[0] or means[name].overlaps(least)]
 
 
 def doubt(means: Mapping[str, SeedMean]) -> str:
