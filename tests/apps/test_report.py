@@ -231,7 +231,7 @@ APART = (
     ],
 )
 def test_sentences_claim_only_what_seeds_show(tmp_path, sgd, comm_opt, mem_opt, told):
-    """Oracle: means and intervals by hand; in the first case, one cell of comm-opt is an outlier."""
+    """Oracle: means and intervals by hand; first, one cell of comm-opt is an outlier."""
     steps = {"sgd": sgd, "comm-opt": comm_opt, "mem-opt": mem_opt}
     wanted = read(tmp_path, matrix={"strategy": [*steps], "ranks": [2], "seed": [0, 1, 2]})
     for cell in wanted.cells:

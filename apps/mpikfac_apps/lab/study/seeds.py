@@ -63,6 +63,11 @@ class SeedMean:
             return True
         return self.ends[0] <= mean.ends[1] and mean.ends[0] <= self.ends[1]
 
+    @property
+    def around(self) -> tuple[float, float, float]:
+        """The mean between its `ends`."""
+        return self.ends[0], self.mean, self.ends[1]
+
     def covers(self, value: float) -> bool:
         """Return whether a value lies in the interval (or range)."""
         return self.ends[0] <= value <= self.ends[1]

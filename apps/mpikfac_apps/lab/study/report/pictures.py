@@ -23,6 +23,7 @@ from mpikfac_apps.lab.study.report.style import (
     STAGES,
     WIDTH,
     bar_style,
+    bars_between,
     legend,
     plain_ticks,
     styled,
@@ -171,7 +172,7 @@ def _scales(
     along = [epoch + SHIFT * place for epoch, _ in runs[0][: len(means)]]
     panel.plot(along, [mean.mean for mean in means], markersize=4, **style)
     if len(runs) > 1:
-        _bars_between(panel, along, means, [(mean.low, mean.high) for mean in means], style)
+        bars_between(panel, along, [(m.low, m.mean, m.high) for m in means], style)
 
 
 def _three_curves(
@@ -232,21 +233,7 @@ def _line_with_an_end(
     panel.plot(along, [mean.mean for mean in means], markersize=4, **style)
     if len(runs) > 1:
         beside = along[-1] * (1 + 0.02 * (place + 1))
-        _bars_between(panel, [beside], means[-1:], [means[-1].ends], style)
-
-
-def _bars_between(
-    panel: Axes,
-    along: Sequence[float],
-    means: Sequence[SeedMean],
-    ends: Sequence[tuple[float, float]],
-    style: Mapping[str, Any],
-) -> None:
-    """Draw a vertical bar between two ends at each mean."""
-    below = [mean.mean - low for mean, (low, _) in zip(means, ends)]
-    above = [high - mean.mean for mean, (_, high) in zip(means, ends)]
-    line: Any = {"ecolor": style["color"], "elinewidth": 1, "capsize": 2, "fmt": "none"}
-    panel.errorbar(along, [mean.mean for mean in means], [below, above], **line)
+        bars_between(panel, [beside], [means[-1].around], style)
 
 
 def scaling(all_cells: Sequence[Measured]) -> Figure | None:
@@ -273,7 +260,7 @@ def scaling(all_cells: Sequence[Measured]) -> Figure | None:
             ):
                 means = [pace[r].scaled(scale) for r, scale in zip(ranks, scales)]
                 panel.plot(along, [mean.mean for mean in means], **style)
-                _bars_between(panel, along, means, [mean.ends for mean in means], style)
+                bars_between(panel, along, [mean.around for mean in means], style)
             for at, r in zip(along, ranks):
                 left.annotate(f" {_mark(_at(all_cells, variant, r))}", (at, pace[r].mean))
         ideal: Any = {"color": QUIET, "linestyle": "-", "linewidth": 0.8}
