@@ -7,7 +7,7 @@ None if none are left.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -51,9 +51,8 @@ def breakdown(all_cells: Sequence[Measured]) -> Figure | None:
         shape = rows, min(3, len(ranks))
         axes = figure.subplots(*shape, sharex=True, sharey=True, squeeze=False).ravel()
         for panel, count in zip(axes, ranks):
-            there = [cell for cell in cells if cell.cell.ranks == count]
-            _bars(panel, there, variants)
-            panel.set(title=_title(there), xlabel="ms per step")
+            _bars(panel, [cell for cell in cells if cell.cell.ranks == count], variants)
+            panel.set(title=_title(cells, count), xlabel="ms per step")
         for panel in axes[len(ranks) :]:
             panel.remove()
         keys = [Patch(**bar_style(part)) for part in STAGES]
@@ -87,21 +86,17 @@ def curves(
     cells = [cell for cell in all_cells if cell.curve.steps]
     if not cells:
         return None
-    ranks, variants = _ranks(cells), distinct_curves(cells, letters)
+    groups = {count: distinct(cells, letters, count) for count in _ranks(cells)}
     styles = _styles(all_cells)
     measure = cells[0].curve.measure
     limits = measure.limits([cell.curve.values[len(cell.curve.values) // 2] for cell in cells])
     with styled():
-        height = 2.9 * len(ranks) + 0.2 * -(-len(variants) // 4) + 0.3
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        grid = figure.subplots(len(ranks), 3, sharey=True, squeeze=False)
-        for row, count in zip(grid, ranks):
-            there = [cell for cell in cells if cell.cell.ranks == count]
-            groups = {name: [c for c in there if c.cell.variant == name] for name in variants}
-            groups = {name: seeds for name, seeds in groups.items() if seeds}
-            for place, (name, seeds) in enumerate(groups.items()):
-                _three_curves(row, seeds, styles[name], place if len(groups) > FEW else None)
-            row[0].set(title=_title(there), ylabel=measure.axis)
+        figure = Figure(figsize=(WIDTH, 2.9 * len(groups) + 0.7), layout="constrained")
+        grid = figure.subplots(len(groups), 3, sharey=True, squeeze=False)
+        for row, (count, shown) in zip(grid, groups.items()):
+            for place, (name, seeds) in enumerate(shown.items()):
+                _three_curves(row, seeds, styles[name], place if len(shown) > FEW else None)
+            row[0].set(title=_title(cells, count), ylabel=measure.axis)
             for panel, what in zip(row, ("epochs", "seconds of training", "MiB sent per rank")):
                 if target is not None:
                     panel.axhline(measure.scale * target, color=QUIET, linewidth=0.8, linestyle=":")
@@ -112,30 +107,32 @@ def curves(
                 middle = {"ha": "center", "transform": row[2].transAxes}
                 row[2].text(0.5, 0.5, "one rank sends nothing", **middle)
                 row[2].set(xlim=(0, 1), xticks=[], xlabel="")
-        legend(figure, {f"{name} ({letters[name]})": styles[name] for name in variants})
+        legend(figure, _with_letters(groups.values(), styles, letters))
         return figure
 
 
-def distinct_curves(cells: Sequence[Measured], letters: Mapping[str, str]) -> list[str]:
-    """Return the first variant of each letter; of more than `SHOWN`, the best, and the best of SGD.
+def distinct(
+    all_cells: Sequence[Measured], letters: Mapping[str, str], ranks: int
+) -> dict[str, list[Measured]]:
+    """Return the cells on a number of ranks of the first variant of each letter, by variant.
 
-    Variants with the same letter have the same curve by epochs.
+    Variants with the same letter have the same curve by epochs. Of more than `SHOWN` variants, the
+    best ones are returned, with at least one that does not use K-FAC.
     """
     first: dict[str, str] = {}
-    for variant in _variants(cells):
-        first.setdefault(letters[variant], variant)
-    ends = {
-        name: fmean(
-            abs(c.cell.measure.perfect - c.curve.best) for c in cells if c.cell.variant == name
-        )
-        for name in first.values()
-    }
-    order = sorted(ends, key=ends.__getitem__)
-    plain = {c.cell.variant for c in cells if c.cell.options.optimizer != "kfac"}
-    baseline = [name for name in order if name in plain][:1]
-    others = [name for name in order if name not in baseline]
-    kept = [*baseline, *others][:SHOWN]
-    return [name for name in first.values() if name in kept]
+    variants: dict[str, list[Measured]] = {}
+    for cell in all_cells:
+        name = cell.cell.variant
+        if cell.cell.ranks == ranks and first.setdefault(letters[name], name) == name:
+            variants.setdefault(name, []).append(cell)
+
+    def distance(name: str) -> float:
+        return fmean(abs(c.curve.measure.perfect - c.curve.best) for c in variants[name])
+
+    order = sorted(variants, key=distance)
+    plain = [n for n in order if variants[n][0].cell.options.optimizer != "kfac"][:1]
+    kept = [*plain, *(name for name in order if name not in plain)][:SHOWN]
+    return {name: seeds for name, seeds in variants.items() if name in kept}
 
 
 def bounds(all_cells: Sequence[Measured], letters: Mapping[str, str]) -> Figure | None:
@@ -144,24 +141,32 @@ def bounds(all_cells: Sequence[Measured], letters: Mapping[str, str]) -> Figure 
     Args:
         letters: the letter of each variant; one variant per letter is drawn.
     """
-    cells = [cell for cell in all_cells if cell.curve.shortened]
-    if not cells:
+    cells = [cell for cell in all_cells if cell.curve.scales]
+    if not any(cell.curve.shortened for cell in cells):
         return None
-    ranks, variants, styles = _ranks(cells), distinct_curves(cells, letters), _styles(all_cells)
+    groups = {count: distinct(cells, letters, count) for count in _ranks(cells)}
+    styles = _styles(all_cells)
     with styled():
         figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
-        panels = figure.subplots(1, len(ranks), sharey=True, squeeze=False)[0]
-        for panel, count in zip(panels, ranks):
-            there = [cell for cell in cells if cell.cell.ranks == count]
-            for place, name in enumerate(variants):
-                runs = [cell.curve.scales for cell in there if cell.cell.variant == name]
-                if runs:
-                    _scales(panel, runs, styles[name], place)
-            panel.set(title=_title(there), xlabel="epochs", ylim=(0, 1.05))
+        panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+        for panel, (count, shown) in zip(panels, groups.items()):
+            for place, (name, seeds) in enumerate(shown.items()):
+                _scales(panel, [cell.curve.scales for cell in seeds], styles[name], place)
+            panel.set(title=_title(cells, count), xlabel="epochs", ylim=(0, 1.05))
             panel.set_xlim(left=0)
         panels[0].set_ylabel("step length relative to that\nwithout the clip")
-        legend(figure, {f"{name} ({letters[name]})": styles[name] for name in variants})
+        legend(figure, _with_letters(groups.values(), styles, letters))
         return figure
+
+
+def _with_letters(
+    groups: Iterable[Collection[str]],
+    styles: Mapping[str, Mapping[str, Any]],
+    letters: Mapping[str, str],
+) -> dict[str, Mapping[str, Any]]:
+    """Return the styles of all variants in a picture, by name and letter."""
+    drawn = {name for group in groups for name in group}
+    return {f"{name} ({letters[name]})": styles[name] for name in styles if name in drawn}
 
 
 def _scales(
@@ -347,10 +352,10 @@ def _at(cells: Sequence[Measured], variant: str, ranks: int) -> list[Measured]:
     return [cell for cell in cells if (cell.cell.variant, cell.cell.ranks) == (variant, ranks)]
 
 
-def _title(cells: Sequence[Measured]) -> str:
+def _title(cells: Sequence[Measured], ranks: int) -> str:
     """Return the title of the panel of a number of ranks."""
-    crowded = any(cell.crowded for cell in cells)
-    return number(cells[0].cell.ranks, "rank") + (CROWDED if crowded else "")
+    crowded = any(cell.crowded for cell in cells if cell.cell.ranks == ranks)
+    return number(ranks, "rank") + (CROWDED if crowded else "")
 
 
 def _mark(seeds: Sequence[Measured]) -> str:

@@ -73,7 +73,10 @@ def rows(
             "epochs_to_target": reached.epochs if reached else None,
             "seconds_to_target": reached.seconds if reached else None,
             "steps_to_target": reached.steps if reached else None,
-            **{"more_ranks_than_cores": cell.crowded, "other_work": cell.others},
+            **{
+                "more_ranks_than_cores": cell.crowded,
+                "other_work": cell.result and cell.result.others,
+            },
             **{"busy": cell.busy, "sgd_busy": base is not None and base.busy},
         }
         cell_rows.append(row)
