@@ -1,29 +1,47 @@
 """Compare Laplace approximations of a network: priors by evidence and by held-out images.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=apps python benchmarks/posterior.py --picture laplace.svg
+    OMP_NUM_THREADS=1 PYTHONPATH=apps python benchmarks/posterior.py
+    PYTHONPATH=apps python benchmarks/posterior.py --picture
 
 A network learns 400 digits, a tenth with wrong labels, by K-FAC without weight decay. Of the other
 digits, 400 choose the precision of the prior, and all others are the test; foreign images are the
-test images with permuted pixels. Where laplace-torch is installed, it runs for comparison.
+test images with permuted pixels. Where laplace-torch is installed, it runs for comparison. The
+curves of all seeds are kept in `results/posterior.json`; `--picture` draws them.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import mpikfac
 from mpikfac.lab import Curvature, evidence_prior, log_evidence, output_variances, probit
 from mpikfac_apps.lab.laplace import measures
+from mpikfac_apps.lab.study.report.style import (
+    QUIET,
+    WIDTH,
+    figure_file,
+    legend,
+    styled,
+    variant_style,
+)
 from mpikfac_apps.problems import datasets
+
+RESULTS = Path(__file__).parent / "results" / "posterior.json"
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "laplace.svg"
+Curves = dict[str, Any]
 
 IMAGES, HELDOUT, BATCH, EPOCHS, RATE, DAMPING = 400, 400, 40, 150, 0.02, 0.03
 GRID = torch.logspace(-2, 4, 25).tolist()
@@ -158,47 +176,62 @@ def peers(model: nn.Module, images: Tensor, labels: Tensor, test: Sequence[Tenso
         )
 
 
-def draw(
-    curvature: Curvature, test: Sequence[Tensor], priors: dict[str, float], path: Path
-) -> None:
-    """Draw the loss and the detection of foreign images by the precision of the prior."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def curves(curvature: Curvature, test: Sequence[Tensor], priors: dict[str, float]) -> Curves:
+    """Return the loss and the detection of foreign images by the precision of the prior."""
     images, labels, foreign = test
     found, others = (linear(curvature, x, GRID) for x in (images, foreign))
     mode, of_mode = (curvature.model(x).softmax(1).detach() for x in (images, foreign))
-    figure, axes = pyplot.subplots(ncols=2, figsize=(9, 3), layout="constrained")
-    losses = [measures.negative_log_likelihood(p, labels) for p in found]
-    areas = [measures.auroc(p, q) for p, q in zip(found, others)]
-    values = {
-        "loss of test images (NLL)": (losses, measures.negative_log_likelihood(mode, labels)),
-        "foreign images found (AUROC)": (areas, measures.auroc(mode, of_mode)),
+    return {
+        "priors": priors,
+        "precision": GRID,
+        "loss": [measures.negative_log_likelihood(p, labels) for p in found],
+        "area": [measures.auroc(p, q) for p, q in zip(found, others)],
+        "loss of weights": measures.negative_log_likelihood(mode, labels),
+        "area of weights": measures.auroc(mode, of_mode),
     }
-    for panel, (title, (of_grid, of_mode_alone)) in zip(axes, values.items()):
-        panel.plot(GRID, of_grid, "C0", label="linearised outputs")
-        panel.axhline(of_mode_alone, color="grey", linestyle=":", label="weights of the run")
-        for colour, (how, prior) in zip(("C3", "C2"), priors.items()):
-            panel.axvline(prior, color=colour, linestyle="--", label=f"prior by {how}")
-        panel.set(title=title, xscale="log", xlabel="precision of the prior")
-        panel.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+
+
+def draw(known: Sequence[Curves]) -> None:
+    """Draw the curves of all seeds, and the priors by evidence and by held-out images."""
+    titles = {
+        "loss": "loss of test images (negative log-likelihood)",
+        "area": "foreign images found (area under the ROC curve)",
+    }
+    posterior, weights = variant_style(0), {"color": QUIET, "linestyle": ":", "linewidth": 1.5}
+    marks = {"evidence": variant_style(1), "held-out": variant_style(2)}
+    with styled():
+        figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
+        for panel, (key, title) in zip(figure.subplots(1, 2), titles.items()):
+            for found in known:
+                along, values = found["precision"], found[key]
+                panel.plot(along, values, **posterior | {"marker": ""})
+                panel.axhline(found[f"{key} of weights"], **weights)
+                for how, prior in found["priors"].items():
+                    near = min(range(len(along)), key=lambda at: abs(math.log(along[at] / prior)))
+                    panel.plot(prior, values[near], **marks[how] | {"markersize": 9})
+            panel.set(title=f"{title}, {len(known)} seeds", xscale="log")
+            panel.set_xlabel("precision of the prior (logarithmic)")
+        names = {"evidence": "prior by evidence", "held-out": "prior by held-out images"}
+        shown = {names[how]: style | {"linestyle": ""} for how, style in marks.items()}
+        lines = {"linearised outputs": posterior | {"marker": ""}, "weights of the run": weights}
+        legend(figure, {**lines, **shown})
+    PICTURE.write_bytes(figure_file(figure, "svg"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--picture", type=Path, help="a file for curves of the first seed, .svg")
+    parser.add_argument("--picture", action="store_true", help="draw the known curves, run nothing")
     options = parser.parse_args()
+    if options.picture:
+        draw(json.loads(RESULTS.read_text()))
+        return
     logging.disable(logging.WARNING)
     images, labels = data()
     order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
     rest = images[IMAGES + HELDOUT :]
     test = rest, labels[IMAGES + HELDOUT :], rest[:, order]
+    known: list[Curves] = []
     for seed in range(options.seeds):
         torch.manual_seed(seed)
         kfac = train(network(), images[:IMAGES], labels[:IMAGES])
@@ -215,9 +248,9 @@ def main() -> None:
             peers(model, images, labels, test)
         else:
             print("laplace-torch is not installed: pip install laplace-torch")
-        if options.picture and seed == 0:
-            draw(curvature, test, priors, options.picture)
+        known.append(curves(curvature, test, priors))
         kfac.close()
+    RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, known)) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -27,13 +27,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 from training import SEEDS, by_turns
 
 from mpikfac_apps.lab.study import results
 from mpikfac_apps.lab.study.measures import MEASURES, Measure
-from mpikfac_apps.lab.study.report.style import WIDTH, figure_file, legend, styled, variant_style
+from mpikfac_apps.lab.study.report.style import (
+    WIDTH,
+    bars_between,
+    figure_file,
+    legend,
+    styled,
+    variant_style,
+)
 from mpikfac_apps.lab.study.spec import Cell, Study, inv_update_steps, read, short
-from mpikfac_apps.text import table
+from mpikfac_apps.text import listed, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "preconditioners.json"
@@ -194,7 +202,7 @@ def report(problem: str) -> None:
         if not (chosen := best(problem, method)):
             continue
         rates = choices(problem, method)
-        edge = "" if chosen.rate not in (rates[0].rate, rates[-1].rate) else " (edge)"
+        edge = " (edge)" if at_an_end(problem, method) else ""
         tried = (f"{one.rate:g}: {measure.text(first(one)['values'][-1], 2)}" for one in rates)
         ends = ", ".join(measure.text(run["values"][-1], 2) for run in chosen.runs)
         rows.append(
@@ -260,35 +268,60 @@ def mean_curve(runs: Sequence[Run]) -> list[float]:
 
 
 def draw() -> None:
-    """Draw the mean test by steps of each method with the best rate: a panel a problem."""
+    """Draw the mean test by steps of each method with the best rate: a panel a problem.
+
+    Bars beside the last points extend from the lowest to the highest seed.
+    """
     styles = {name: variant_style(place) for place, name in enumerate(METHODS.values())}
+    problems = shown()
     with styled():
-        figure = Figure(figsize=(WIDTH, 4), layout="constrained")
-        problems = shown()
-        for panel, problem in zip(figure.subplots(1, len(problems), squeeze=False).flat, problems):
+        figure = Figure(figsize=(WIDTH, 9), layout="constrained")
+        for panel, problem in zip(figure.subplots(2, 2).flat, problems):
             title, measure = PROBLEMS[problem]
             curves = {m: chosen for m in METHODS if (chosen := best(problem, m))}
-            for method, chosen in curves.items():
+            for place, (method, chosen) in enumerate(curves.items()):
+                style, steps = styles[METHODS[method]], chosen.runs[0]["steps"]
+                every = max(1, len(steps) // 8)
                 means = [measure.scale * value for value in mean_curve(chosen.runs)]
-                panel.plot(chosen.runs[0]["steps"], means, **styles[METHODS[method]], markersize=4)
-            middles = [
-                first(one)["values"][len(one.runs[0]["values"]) // 2] for one in curves.values()
-            ]
-            panel.set(title=title, xlabel="steps", ylabel=measure.axis)
-            if middles:
-                panel.set_ylim(limits(measure, middles, curves.values()))
+                panel.plot(steps, means, **style, markersize=5, markevery=(place % every, every))
+                ends = [measure.scale * run["values"][-1] for run in chosen.runs]
+                beside = steps[-1] * (1.02 + 0.012 * place)
+                bars_between(panel, [beside], [(min(ends), means[-1], max(ends))], style)
+                if at_an_end(problem, method):
+                    panel.annotate("*", (beside, max(ends)), ha="center")
+            seeds = {len(chosen.runs) for chosen in curves.values()}
+            panel.set(title=f"{title}, {listed(map(str, sorted(seeds)))} seeds")
+            panel.set(xlabel="steps", ylabel=f"{measure.axis}, mean over seeds", xlim=(0, None))
+            panel.set_ylim(limits(measure, curves.values()))
+            if measure.best is min:
+                panel.set_yscale("log")
+                panel.yaxis.set_major_locator(MaxNLocator(8))
+                panel.yaxis.set_major_formatter(ScalarFormatter())
+                panel.yaxis.set_minor_locator(NullLocator())
+        figure.suptitle(
+            "Bars: range of seeds at the last step. *: the best learning rate is at an end of the "
+            "grid, so a better one may exist.",
+            fontsize="medium",
+        )
         legend(figure, styles, 5)
     PICTURE.write_bytes(figure_file(figure, "svg"))
 
 
-def limits(
-    measure: Measure, middles: Sequence[float], curves: Iterable[Choice]
-) -> tuple[float, float]:
+def at_an_end(problem: str, method: str) -> bool:
+    """Return whether the best rate of a method is the lowest or the highest of its grid."""
+    chosen, rates = best(problem, method), choices(problem, method)
+    return chosen is not None and chosen.rate in (rates[0].rate, rates[-1].rate)
+
+
+def limits(measure: Measure, curves: Iterable[Choice]) -> tuple[float, float]:
     """Return the ends of an axis: from the worst test in the middle of runs to the best end."""
-    worst, most = measure.worst(middles), measure.best(one.final for one in curves)
-    ends = sorted((measure.scale * worst, measure.scale * most))
-    room = (ends[1] - ends[0]) / 20
-    return ends[0] - room, ends[1] + room
+    runs = [run["values"] for one in curves for run in one.runs]
+    worst = measure.scale * measure.worst(run[len(run) // 2] for run in runs)
+    most = measure.scale * measure.best(run[-1] for run in runs)
+    if measure.best is min:  # on a logarithmic axis
+        return most / 1.04, worst * 1.04
+    room = (most - worst) / 20
+    return worst - room, most + room
 
 
 # -- seconds -------------------------------------------------------------------------------------

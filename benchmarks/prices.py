@@ -1,9 +1,12 @@
 """Predict what preconditioners send, keep and cost, each under its best strategy. No MPI, no GPU.
 
     PYTHONPATH=tests python benchmarks/prices.py         # ResNet-50, ViT-B/16, GPT-2 small
-    PYTHONPATH=tests python benchmarks/prices.py --json prices.json --picture prices.svg
+    PYTHONPATH=tests python benchmarks/prices.py --json prices.json
+    PYTHONPATH=tests python benchmarks/prices.py --picture docs/pictures/prices.svg
 
-timm and transformers must be installed; networks have no weights. A published machine has times of
+With `--picture`, nothing is predicted: the rows of `results/prices.json` for the first machine and
+the middle number of ranks are drawn. Otherwise, timm and transformers must be installed; networks
+have no weights. A published machine has times of
 ResNet-50. The seconds of other networks are scaled from ResNet-50's: passes by operations of
 products and convolutions, statistics by the operations of sums of outer products, gradients and
 optimizer by the number of parameters. AdamW passes over seven vectors, SGD with momentum over five.
@@ -21,11 +24,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -34,10 +34,11 @@ from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY, NAMED
 from mpikfac.preconditioners import PRECONDITIONERS
 from mpikfac.predict import Job, Machine
 from mpikfac.settings import MOMENTUM
-from mpikfac_apps.lab.study.report.style import name_at_the_right
+from mpikfac_apps.lab.study.report.style import WIDTH, figure_file, legend, styled, variant_style
 from mpikfac_apps.problems import models
 from support.torchvision import stand_in
 
+RESULTS = Path(__file__).parent / "results" / "prices.json"
 FLOAT32 = 4  # bytes
 KNOWN = "resnet50"  # the network of the published machines
 
@@ -291,31 +292,47 @@ def way(row: dict[str, Any]) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw steps in units of SGD's step over memory, a panel for each network."""
-    names = list(dict.fromkeys(row["network"] for row in rows))
-    figure, panels = plt.subplots(1, len(names), figsize=(11, 4), layout="constrained")
-    for name, panel in zip(names, panels):
-        own = [row for row in rows if row["network"] == name]
-        sgd = own[0]["seconds"]
-        points = {row["method"]: (row["memory"] / 1e6, row["seconds"] / sgd) for row in own}
-        panel.scatter(*zip(*points.values()), s=18)
-        panel.set(xlim=(0, 1.05 * max(x for x, _ in points.values())), xlabel="MB kept by a rank")
-        name_at_the_right(panel, points)
-        panel.set_title(NETWORKS[name].title.partition(",")[0])
-    panels[0].set_ylabel(f"predicted step / SGD's, {rows[0]['ranks']} ranks")
-    plt.rcParams["svg.hashsalt"] = "prices"
-    figure.savefig(path, metadata={"Date": None})
+    """Draw steps relative to SGD's, and memory, in a row per method with a marker per network."""
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    styles = {name: variant_style(place) | {"linestyle": ""} for place, name in enumerate(networks)}
+    with styled():
+        figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for place, name in enumerate(networks):
+            own = {row["method"]: row for row in rows if row["network"] == name}
+            heights = [row + 0.2 * (place - 1) for row in range(len(methods))]
+            longer = [100 * (own[m]["seconds"] / own["SGD"]["seconds"] - 1) for m in methods]
+            kept = [own[m]["memory"] / 1e6 for m in methods]
+            for panel, values in zip(panels, (longer, kept)):
+                panel.plot(values, heights, **styles[name], markersize=6)
+        panels[0].set(title="step time", xlabel="time beyond that of SGD (%)")
+        panels[1].set(title="memory", xlabel="MB kept by the rank that keeps most")
+        panels[0].set_yticks(range(len(methods)), methods)
+        panels[0].invert_yaxis()
+        for panel in panels:
+            panel.set_xlim(left=0)
+        panels[0].set_xlim(left=-2)
+        machine, ranks = rows[0]["machine"], rows[0]["ranks"]
+        figure.suptitle(f"Predicted for {ranks} ranks of {machine}; none of it was measured")
+        titles = {NETWORKS[name].title: styles[name] for name in networks}
+        legend(figure, titles, columns=3)
+    path.write_bytes(figure_file(figure, "svg"))
 
 
 def main() -> None:
-    """Print a table for each machine and network; write all rows, and draw the first machine's."""
+    """Print a table for each machine and network and write all rows, or draw the known rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machines", nargs="*", default=["a100-hdr"], help="published machines")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--ranks", nargs="*", type=int, default=[8, 64, 512])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--picture", type=Path, help="draw the known rows, predict nothing")
     options = parser.parse_args()
+    if options.picture:
+        rows, place = json.loads(RESULTS.read_text()), (options.machines[0], middle(options.ranks))
+        draw([row for row in rows if (row["machine"], row["ranks"]) == place], options.picture)
+        return
     pairs = list(itertools.product(options.machines, options.networks))
     with ProcessPoolExecutor() as pool:
         made = [pool.submit(prices, name, machine, options.ranks) for machine, name in pairs]
@@ -329,9 +346,6 @@ def main() -> None:
         print("\n".join(summary([row for row in every if row["machine"] == machine])))
     if options.json:
         options.json.write_text("[\n" + ",\n".join(map(json.dumps, every)) + "\n]\n")
-    if options.picture:
-        first, count = options.machines[0], middle(options.ranks)
-        draw([r for r in every if (r["machine"], r["ranks"]) == (first, count)], options.picture)
 
 
 def middle(ranks: Sequence[int]) -> int:

@@ -22,12 +22,19 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from training import CIFAR10, SEEDS, by_epoch, by_turns, launch, step_seconds
+
+from mpikfac_apps.lab.study.report.style import (
+    INK,
+    bars_between,
+    figure_file,
+    styled,
+    variant_style,
+)
+from mpikfac_apps.text import number
 
 RESULTS = Path(__file__).parent / "results" / "time_to_accuracy.json"
 FEW, ALL = "10000", "50000"
@@ -105,7 +112,6 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
     },
 }
 LABELS = {"sgd": "SGD", "kfac": "K-FAC", "adamw": "AdamW", "muon": "Muon", "soap": "SOAP"}
-MARKERS = "osD^v"  # of the optimizers
 LONGER = {FEW: dict.fromkeys(LABELS, "15"), ALL: {"kfac": "12"}}  # epochs, with the best setting
 
 
@@ -230,30 +236,30 @@ def by_default() -> list[float]:
 
 def draw(path: Path) -> None:
     """Draw mean and range by epoch of each optimizer's best setting, and K-FAC by default."""
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    for number, (optimizer, label) in enumerate(LABELS.items()):
-        for choice, style in zip(best_budgets(ALL, optimizer), ("-", "--")):
-            columns = [
-                [100 * value for value in column]
-                for column in zip(*runs_of(ALL, optimizer, choice))
-            ]
-            x, seeds = range(1, len(columns) + 1), len(columns[0])
-            own = f"{label}, {len(columns)} epochs, {seeds} seed{'s' if seeds > 1 else ''}"
-            color, marker = f"C{number}", MARKERS[number]
-            mean = [statistics.mean(column) for column in columns]
-            axis.plot(x, mean, style, color=color, marker=marker, markersize=4, label=own)
-            axis.fill_between(x, [*map(min, columns)], [*map(max, columns)], color=color, alpha=0.2)
-    ends = [100 * value for value in by_default()]
-    mean = statistics.mean(ends)
-    spread = [[mean - min(ends)], [max(ends) - mean]]
-    own = f"K-FAC by default, 7 epochs, {len(ends)} seeds"
-    axis.errorbar(7, mean, spread, color="k", marker="*", markersize=9, ls="", zorder=3, label=own)
-    axis.set_title("ResNet-20 on CIFAR-10; bands: range of seeds", fontsize="medium")
-    axis.set_xlabel("epoch")
-    axis.set_ylabel("test accuracy, %")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize="x-small")
-    figure.savefig(path)
+    with styled():
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axis = figure.subplots()
+        for place, (optimizer, label) in enumerate(LABELS.items()):
+            for choice, line in zip(best_budgets(ALL, optimizer), ("-", "--")):
+                columns = [
+                    [100 * value for value in column]
+                    for column in zip(*runs_of(ALL, optimizer, choice))
+                ]
+                style = variant_style(place) | {"linestyle": line, "markersize": 5}
+                name = f"{label}, {len(columns)} epochs, {number(len(columns[0]), 'seed')}"
+                x, means = range(1, len(columns) + 1), [*map(statistics.mean, columns)]
+                axis.plot(x, means, **style, label=name)
+                ends = [*map(min, columns)], [*map(max, columns)]
+                axis.fill_between(x, *ends, color=style["color"], alpha=0.2, linewidth=0)
+        ends = [100 * value for value in by_default()]
+        star: Any = {"color": INK, "marker": "*", "markersize": 10, "linestyle": "", "zorder": 3}
+        name = f"K-FAC by default, 7 epochs, {number(len(ends), 'seed')}"
+        axis.plot(7, statistics.mean(ends), **star, label=name)
+        bars_between(axis, [7], [(min(ends), statistics.mean(ends), max(ends))], star)
+        axis.set_title("ResNet-20 on CIFAR-10; bands and bar: range of seeds (one seed has none)")
+        axis.set(xlabel="epoch", ylabel="test accuracy (%)")
+        axis.legend(fontsize="small")
+    path.write_bytes(figure_file(figure, "svg"))
 
 
 if __name__ == "__main__":

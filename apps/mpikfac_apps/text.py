@@ -86,6 +86,13 @@ def ms(seconds: float | None) -> str:
     return f"{milliseconds:,.1f}" if seconds >= 0.01 else f"{milliseconds:,.2f}"
 
 
+def brief(seconds: float) -> str:
+    """Format seconds with at least three digits."""
+    if seconds >= 100:
+        return f"{seconds:.0f}"
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
+
+
 def brief_mib(size: float) -> str:
     """Format bytes in MiB, with at least three digits."""
     if size == 0:

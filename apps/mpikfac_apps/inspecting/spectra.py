@@ -144,6 +144,7 @@ def draw(spectra: Sequence[Spectrum], conditions: Sequence[float], title: str, p
         )
         panel.set(title=name, xlabel="eigenvalues, largest first (%)")
     axes[0].set_yticks(rows, [spectrum.layer for spectrum in spectra], fontsize=8)
+    axes[0].set_ylabel("layer (name of its module)")
     bar = figure.colorbar(image, ax=axes[:2], location="bottom", aspect=50, pad=0.02, extend="min")
     below = f"black: {FLOOR:g} or less, or negative; grey: the factor is 0 or not finite"
     bar.set_label(f"eigenvalue / largest eigenvalue of its factor ({below})")
@@ -151,7 +152,8 @@ def draw(spectra: Sequence[Spectrum], conditions: Sequence[float], title: str, p
     infinite = [row for row in rows if conditions[row] == math.inf]
     edge = axes[2].get_yaxis_transform()
     axes[2].plot([0.97] * len(infinite), infinite, ">", transform=edge)
-    axes[2].set(title="condition number", xscale="log", xlabel="(triangles: infinite)")
+    axes[2].set(title="condition number", xscale="log")
+    axes[2].set_xlabel("of the matrix to invert" + ("; triangles: infinite" if infinite else ""))
     axes[2].xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())  # minor labels overlap
     finite = [condition for condition in conditions if condition < math.inf]
     if finite:  # labels need at least two powers of ten

@@ -115,7 +115,7 @@ def solve(
 
 @torch.no_grad()
 def draw(task: EquationTask, path: Path) -> None:
-    """Draw the solution and its error over the unit square."""
+    """Draw the network's solution and its error over the unit square."""
     from matplotlib.figure import Figure
 
     points = grid()
@@ -124,12 +124,17 @@ def draw(task: EquationTask, path: Path) -> None:
     second = "t" if len(task.equation.sides) == 3 else "y"
     solution, error = figure.subplots(ncols=2)
     largest = (found - exact).abs().max().item()
-    for panel, values, looks in (
-        (solution, found, {"cmap": "viridis"}),
-        (error, found - exact, {"cmap": "coolwarm", "vmin": -largest, "vmax": largest}),
+    for panel, values, name, looks in (
+        (solution, found, "u", {"cmap": "viridis"}),
+        (
+            *(error, found - exact, "u of the network - exact u"),
+            {"cmap": "coolwarm", "vmin": -largest, "vmax": largest},
+        ),
     ):
         square = values.view(GRID, GRID).T.numpy()
         image = panel.imshow(square, origin="lower", extent=(0, 1, 0, 1), **looks)
-        panel.set(title="solution" if panel is solution else "error", xlabel="x", ylabel=second)
-        figure.colorbar(image, ax=panel)
+        panel.set(xlabel="x", ylabel=second)
+        figure.colorbar(image, ax=panel, label=name)
+    solution.set_title(f"solution of {task.equation.text}", fontsize="medium")
+    error.set_title("error", fontsize="medium")
     write_picture(figure, path)

@@ -21,10 +21,10 @@ from mpikfac_apps import cli
 from mpikfac_apps.lab.study import curves
 from mpikfac_apps.lab.study.curves import Curve
 from mpikfac_apps.lab.study.measures import Measure, common
-from mpikfac_apps.lab.study.seeds import SeedMean, by_seed, doubt, mean_of
+from mpikfac_apps.lab.study.seeds import SeedMean, by_seed, doubt, leaders, mean_of
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, positional, read_by
-from mpikfac_apps.text import as_csv, latex, listed, show, table
+from mpikfac_apps.text import as_csv, brief, latex, listed, show, table
 
 UNITS = ("steps", "epochs", "seconds")
 """The units in which the training before a test is measured."""
@@ -239,13 +239,6 @@ def values(
     return plain
 
 
-def brief(seconds: float) -> str:
-    """Format seconds with at least three digits."""
-    if seconds >= 100:
-        return f"{seconds:.0f}"
-    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
-
-
 def rounded(epochs: float) -> str:
     """Round epochs to a hundredth."""
     return f"{round(epochs, 2):g}"
@@ -276,9 +269,10 @@ def sentences(variants: Variants, target: float) -> Iterator[str]:
         )
         yield f"A test {measure.name} of {aim} was reached {listed(after)}."
     if len(seconds) > 1:
-        first = next(iter(seconds))
         took = listed(f"{name} took {brief(mean.mean)} s" for name, mean in seconds.items())
-        yield f"In seconds of training, {first} was first: {took}.{doubt(first, seconds)}"
+        first = leaders(seconds)
+        claim = f"{first[0]} was first" if len(first) == 1 else "no variant is shown to be first"
+        yield f"In seconds of training, {claim}: {took}.{doubt(seconds)}"
     if never := [name for name, runs in variants.items() if missing[name] == len(runs)]:
         yield f"{listed(never)} did not reach {aim}."
     for name, runs in variants.items():

@@ -48,6 +48,8 @@ GROUPS = {
 }
 """Stages of a step by name in a report; all other stages are "other"."""
 WAITING, OTHER = "waiting", "other"
+BUSY = 0.1
+"""The fraction of the cores that other work can use before a cell's times are unreliable."""
 # Options and choices about devices, transport and records change results only by rounding. All
 # options outside these sets change results.
 WRITTEN = {
@@ -155,6 +157,16 @@ class Measured:
         hosts = self.environment.get("ranks_per_host") or {}
         cores = self.result.cores if self.result else None
         return len(hosts) == 1 and cores is not None and self.cell.ranks > cores
+
+    @property
+    def others(self) -> float:
+        """The fraction of the cores that other work used; 0 if it was not measured."""
+        return (self.result.others if self.result else None) or 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether other work used so much of the machine that times are unreliable."""
+        return self.others > BUSY
 
     @cached_property
     def breakdown(self) -> dict[str, float]:

@@ -19,6 +19,7 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 NORMAL = 1.959964  # Student's t for infinitely many degrees of freedom
 OF_A_RUN = {"seed", "run_dir", "resume"}
 """Options that differ between the seeds of a variant."""
+NAMED = 4  # variants that a sentence names; more are counted
 LEAST = 3
 """The minimum number of seeds for an interval: with two, it would be 13 times the range."""
 
@@ -47,6 +48,12 @@ class SeedMean:
             return self.low, self.high
         return self.mean - self.half, self.mean + self.half
 
+    def scaled(self, factor: float) -> SeedMean:
+        """Return the mean of all values times a positive factor."""
+        half = None if self.half is None else factor * self.half
+        low, high = factor * self.low, factor * self.high
+        return SeedMean(factor * self.mean, half, self.count, low, high)
+
     def overlaps(self, mean: SeedMean) -> bool:
         """Return whether the intervals (or ranges) overlap.
 
@@ -55,6 +62,20 @@ class SeedMean:
         if 1 in (self.count, mean.count):
             return True
         return self.ends[0] <= mean.ends[1] and mean.ends[0] <= self.ends[1]
+
+    @property
+    def around(self) -> tuple[float, float, float]:
+        """The mean between its `ends`."""
+        return self.ends[0], self.mean, self.ends[1]
+
+    def covers(self, value: float) -> bool:
+        """Return whether a value lies in the interval (or range)."""
+        return self.ends[0] <= value <= self.ends[1]
+
+    @property
+    def spread(self) -> str:
+        """The name of what `ends` are the ends of, in the plural."""
+        return "ranges of seeds" if self.half is None else "95 % intervals over seeds"
 
     def text(self, show: Callable[[float], str]) -> str:
         """Format the mean and half of the interval, or the ends of the range, or the only value.
@@ -94,16 +115,25 @@ def student(freedom: int) -> float:
     return z + first / freedom + second / freedom**2
 
 
-def doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
-    """Return a sentence about means whose intervals over seeds overlap that of the best."""
-    least = means[best]
-    if least is None or least.count == 1:
-        return ""
-    near = [name for name, mean in means.items() if name != best and mean and mean.overlaps(least)]
+def leaders(means: Mapping[str, SeedMean]) -> list[str]:
+    """Return the name of the lowest mean, and those whose intervals over seeds overlap its own.
+
+    Names are sorted by mean. Single runs overlap only if they are equal.
+    """
+    order = sorted(means, key=lambda name: means[name].mean)
+    least = means[order[0]]
+    if max(mean.count for mean in means.values()) == 1:
+        return [name for name in order if means[name].mean == least.mean]
+    return [name for name in order if name == order[0] or means[name].overlaps(least)]
+
+
+def doubt(means: Mapping[str, SeedMean]) -> str:
+    """Return a sentence about means that seeds do not tell from the lowest; "" without any."""
+    lowest, *near = leaders(means)
     if not near:
         return ""
-    within = "the ranges of seeds" if least.half is None else "95 % intervals over seeds"
-    return f" Within {within}, {listed(near)} might be as fast as {best}."
+    who = listed(near) if len(near) <= NAMED else f"{len(near)} of the {len(means) - 1} others"
+    return f" No difference from {lowest} is shown for {who}: {means[lowest].spread} overlap."
 
 
 # -- runs ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from mpikfac_apps.lab.study.measures import Measure
 from mpikfac_apps.lab.study.report.style import (
     QUIET,
     WIDTH,
+    bars_between,
     legend,
     name_at_the_right,
     plain_ticks,
@@ -137,8 +138,10 @@ def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
         left, right = figure.subplots(1, 2)
         ends: dict[str, tuple[float, float]] = {}
         for name in names:
-            points = sorted((each.batch, each.steps.mean) for each in steps if each.kind == name)
-            left.plot(*zip(*points), **styles[name])
+            points = sorted((each.batch, each.steps.around) for each in steps if each.kind == name)
+            batches, heights = zip(*points)
+            left.plot(batches, [mean for _, mean, _ in heights], **styles[name])
+            bars_between(left, batches, heights, styles[name])
             own = [each for each in forecasts if each.measured.kind == name]
             ends |= _times(right, own, styles[name])
         smallest, largest = (f(each.batch for each in steps) for f in (min, max))
@@ -147,9 +150,9 @@ def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
         left.plot((smallest, largest), (most, most * smallest / largest), **ideal)
         left.set(xlabel="batch", ylabel="steps to the target, measured")
         right.set(xlabel="ranks", ylabel="seconds to the target, predicted")
-        batches = sorted({each.batch for each in steps})
+        sizes = sorted({each.batch for each in steps})
         ranks = sorted({each.ranks for each in forecasts})
-        for panel, ticks in ((left, batches), (right, ranks)):
+        for panel, ticks in ((left, sizes), (right, ranks)):
             panel.set(xscale="log", yscale="log")
             panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
             panel.xaxis.set_minor_locator(NullLocator())

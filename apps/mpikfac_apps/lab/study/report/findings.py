@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from statistics import median
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mpikfac_apps.lab.study.results import Measured, other_estimator
-from mpikfac_apps.lab.study.seeds import LEAST, SeedMean, doubt, mean_of
-from mpikfac_apps.text import brief_mib, listed, ms, number, percent
+from mpikfac_apps.lab.study.results import BUSY, Measured, other_estimator
+from mpikfac_apps.lab.study.seeds import LEAST, NAMED, SeedMean, doubt, leaders, mean_of
+from mpikfac_apps.text import brief, brief_mib, listed, ms, number, percent
 
-BUSY = 0.1  # fraction of the cores that other work can use without a warning
-NAMED = 4  # cells named in a sentence; the others are counted
+MARK = "*"
+"""The mark after a time of a cell that shared the machine with other work."""
+CROWDED = ", more ranks than cores"
+"""Follows a number of ranks that shared cores."""
 
 
 def findings(
@@ -73,13 +74,11 @@ def _about_missing(cells: Sequence[Measured], done: Sequence[Measured]) -> Itera
 
 
 def _about_machine(done: Sequence[Measured]) -> Iterator[str]:
-    others = [(cell.result.others or 0.0) if cell.result else 0.0 for cell in done]
-    busy = [share for share in others if share > BUSY]
-    if busy:
+    if busy := [cell.others for cell in done if cell.busy]:
         yield (
             f"While {len(busy)} of {len(done)} cells ran, other work took over {percent(BUSY, 0)} "
-            f"of the machine's cores, up to {percent(max(busy), 0)}: "
-            "the times of these cells are not reliable."
+            f"of the machine's cores, up to {percent(max(busy), 0)}: the times of these cells are "
+            f"not reliable. Tables and pictures mark them with {MARK}."
         )
     crowded = [cell for cell in done if cell.crowded]
     if crowded:
@@ -110,58 +109,74 @@ def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
 
 
 def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[str]:
-    """Name the fastest and the slowest variant, by the median over seeds."""
-    paces: dict[str, list[float]] = {}
+    """Compare the steps of variants by their means over seeds, as the table does."""
+    steps: dict[str, list[float | None]] = defaultdict(list)
+    ratios: dict[str, list[float | None]] = defaultdict(list)
     for cell in kfac:
-        paces.setdefault(cell.cell.variant, []).append(cell.step or 0.0)
-    middle = {variant: median(steps) for variant, steps in paces.items()}
-    quick, slow = (f(middle, key=lambda variant: middle[variant]) for f in (min, max))
-    bases = [baseline(done, cell) for cell in kfac if cell.cell.variant == quick]
-    ratio = against_sgd(paces[quick], [base.step for base in bases if base and base.step])
-    yield (
-        f"On {number(kfac[0].cell.ranks, 'rank')}, {quick} has the fastest K-FAC step "
-        f"({ms(middle[quick])} ms{ratio}) and {slow} the slowest ({ms(middle[slow])} ms)."
-        f"{doubt(quick, {name: mean_of(steps) for name, steps in paces.items()})}"
-    )
+        steps[cell.cell.variant].append(cell.step)
+        ratios[cell.cell.variant].append(against_sgd(done, cell))
+    means = _means(steps)
+    best, *near = leaders(means)
+    ranks = number(kfac[0].cell.ranks, "rank")
+    if near:
+        claim = "no variant is shown to have the fastest K-FAC step"
+    else:
+        claim = f"{best} has the fastest K-FAC step"
+    yield f"On {ranks}, {claim}: steps take {_range(means, ms)} ms on average.{doubt(means)}"
+    if relative := _means(ratios):
+        yield (
+            f"Relative to SGD's, these steps take {_range(relative, '{:.2f}'.format)} times as "
+            f"long on average.{unclear(relative)}"
+        )
 
 
-def against_sgd(steps: Sequence[float], sgd: Sequence[float]) -> str:
-    """Return the ratio of median steps, with a note if seeds differ by more; "" without SGD.
+def _means(values: Mapping[str, Sequence[float | None]]) -> dict[str, SeedMean]:
+    """Return the means over seeds of the variants for which all seeds have a value."""
+    means = {name: mean_of(of_seeds) for name, of_seeds in values.items() if None not in of_seeds}
+    return {name: mean for name, mean in means.items() if mean is not None}
 
-    Args:
-        steps: seconds by seed.
-        sgd: seconds of SGD by seed.
+
+def _range(means: Mapping[str, SeedMean], show: Callable[[float], str]) -> str:
+    """Return the lowest and the highest mean as text."""
+    low, high = (show(f(mean.mean for mean in means.values())) for f in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def against_sgd(cells: Iterable[Measured], cell: Measured) -> float | None:
+    """Return a cell's step time relative to that of SGD, on the same ranks and with the same seed.
+
+    None if there is no complete SGD cell.
     """
-    own, base = mean_of(steps), mean_of(sgd)
-    if own is None or base is None:
+    base = baseline(cells, cell)
+    return cell.step / base.step if base and base.step and cell.step else None
+
+
+def unclear(ratios: Mapping[str, SeedMean]) -> str:
+    """Return a sentence about ratios to SGD that seeds do not tell from 1; "" if there are none."""
+    names = [name for name, ratio in ratios.items() if ratio.count > 1 and ratio.covers(1.0)]
+    if not names:
         return ""
-    ratio = f", {median(steps) / median(sgd):.2f} times SGD's"
-    several = min(own.count, base.count) > 1
-    return f"{ratio}, but seeds differ by more" if several and own.overlaps(base) else ratio
+    spread = ratios[names[0]].spread
+    return f" No difference from SGD is shown for {_labels(names)}: {spread} cover 1."
 
 
 def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
     if kfac[0].cell.ranks > 1:
-        least, most = (f(kfac, key=lambda cell: cell.wire) for f in (min, max))
-        if least.wire == most.wire:
-            yield (
-                f"On these ranks, all variants send {brief_mib(most.wire)} MiB per rank and step."
-            )
-        else:
-            yield (
-                f"On these ranks, {least.cell.variant} sends the least ({brief_mib(least.wire)} "
-                f"MiB per rank and step) and {most.cell.variant} sends the most "
-                f"({brief_mib(most.wire)} MiB)."
-            )
-        least, most = (f(kfac, key=lambda cell: cell.memory) for f in (min, max))
-        if least.memory == most.memory:
-            yield f"All variants keep at most {brief_mib(most.memory)} MiB per rank in memory."
-        else:
-            yield (
-                f"{least.cell.variant} keeps the least in memory (at most "
-                f"{brief_mib(least.memory)} MiB per rank) and {most.cell.variant} keeps the most "
-                f"({brief_mib(most.memory)} MiB)."
-            )
+        sent = {cell.cell.variant: cell.wire for cell in kfac}
+        kept = {cell.cell.variant: cell.memory for cell in kfac}
+        yield f"MiB sent per rank and step on these ranks: {_sizes(sent)}."
+        yield f"MiB kept on the rank with the largest arenas: {_sizes(kept)}."
+
+
+def _sizes(sizes: Mapping[str, float]) -> str:
+    """Return the smallest and the largest size as text, with all variants that have them."""
+    names: dict[str, list[str]] = {}
+    for name in sorted(sizes, key=sizes.__getitem__):
+        names.setdefault(brief_mib(sizes[name]), []).append(name)
+    if len(names) == 1:
+        return f"{next(iter(names))} for all variants"
+    least, *_, most = (f"{size} ({_labels(who)})" for size, who in names.items())
+    return f"from {least} to {most}"
 
 
 def _about_learning(
@@ -177,36 +192,24 @@ def _about_learning(
         yield f"{missing} of {len(done)} complete cells did not reach {measure.text(target)}."
     if any(cell.pending for cell in cells):
         return  # a pending cell might be faster
-    times: dict[str, list[float | None]] = {}
+    times: dict[str, list[float | None]] = defaultdict(list)
     for cell in done:
         when = reached[cell.cell.label]
-        times.setdefault(_place(cell), []).append(when.seconds if when else None)
-    means = {
-        name: mean
-        for name, seconds in times.items()
-        if None not in seconds and (mean := mean_of(seconds)) is not None
-    }
-    order = sorted(means, key=lambda name: means[name].mean)
-    if order:
+        times[_place(cell)].append(when.seconds if when else None)
+    if means := _means(times):
         sgd = {_place(cell) for cell in done if _is_sgd(cell)}
-        yield _first(order, means, sgd, measure.text(target))
+        yield _first(means, sgd, measure.text(target))
 
 
-def _first(
-    order: Sequence[str], means: Mapping[str, SeedMean], sgd: Collection[str], target: str
-) -> str:
-    """Name the variant that reached the target first, and the first SGD variant."""
-
-    def after(name: str) -> str:
-        mean = means[name]
-        seeds = f" (mean of {mean.count} seeds)" if mean.count > 1 else ""
-        return f"after {mean.mean:.1f} s{seeds}"
-
-    text = f"{order[0]} was first at {target}, {after(order[0])} of training"
-    baselines = [name for name in order if name in sgd]
-    if baselines and baselines[0] != order[0]:
-        text += f"; the first SGD variant, {baselines[0]}, {after(baselines[0])}"
-    return f"{text}.{doubt(order[0], means)}"
+def _first(means: Mapping[str, SeedMean], sgd: Collection[str], target: str) -> str:
+    """Name the variant that reached the target first if seeds show it, and say what SGD needed."""
+    best, *near = leaders(means)
+    claim = "no variant is shown to be" if near else f"{best} was"
+    text = f"In seconds of training, {claim} first at {target}. "
+    text += f"Variants needed {_range(means, brief)} s on average"
+    if baselines := {name: mean for name, mean in means.items() if name in sgd}:
+        text += f", and SGD {_range(baselines, brief)} s"
+    return f"{text}.{doubt(means)}"
 
 
 def _place(cell: Measured) -> str:
@@ -261,10 +264,10 @@ def _counts_differ(cell: Measured) -> bool:
 
 
 def _labels(labels: Sequence[str]) -> str:
-    """Return the names of cells as text, shortened if there are many."""
+    """Return the names of cells or variants as text, shortened if there are many."""
     if len(labels) <= NAMED:
         return listed(labels)
-    return f"{', '.join(labels[:NAMED])} and {number(len(labels) - NAMED, 'more cell')}"
+    return f"{', '.join(labels[:NAMED])} and {len(labels) - NAMED} more"
 
 
 def baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:

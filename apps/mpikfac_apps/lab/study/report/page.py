@@ -18,15 +18,15 @@ from mpikfac_apps.lab.pages import rendered
 from mpikfac_apps.lab.study import results
 from mpikfac_apps.lab.study.measures import Measure
 from mpikfac_apps.lab.study.report import at_ranks, pictures, table
-from mpikfac_apps.lab.study.report.findings import distinct, findings
+from mpikfac_apps.lab.study.report.findings import MARK, distinct, findings
 from mpikfac_apps.lab.study.report.style import figure_file, inline_svg
-from mpikfac_apps.lab.study.report.timelines import timeline
-from mpikfac_apps.lab.study.results import Measured
+from mpikfac_apps.lab.study.report.timelines import SHOWN, timeline
+from mpikfac_apps.lab.study.results import BUSY, Measured
 from mpikfac_apps.lab.study.spec import Study, inv_update_steps
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import job_of, training_ranks
-from mpikfac_apps.text import as_csv
+from mpikfac_apps.text import as_csv, percent
 
 KINDS = ("svg", "pdf")
 """The file types of each picture."""
@@ -76,7 +76,7 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
     if means:
         tables["means.csv"] = as_csv(table.parts_of_means(means))
     complete = [cell for cell in cells if cell.complete]
-    drawn = list(_pictures(complete, best, measure, target, predictions))
+    drawn = list(_pictures(complete, best, letters, measure, target, predictions))
     page = rendered(
         Path(__file__).with_name("page.html"),
         study=study,
@@ -84,6 +84,8 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         tables={name: base64.b64encode(text.encode()).decode() for name, text in tables.items()},
         facts=list(_facts(cells)),
         findings=[*findings(cells, target, letters), *many.sentences],
+        busy=any(cell.busy for cell in complete),
+        **{"mark": MARK, "limit": percent(BUSY, 0)},
         complete=len(complete),
         cells=len(cells),
         target=f"a test {measure.name} of {measure.text(target)}",
@@ -211,6 +213,7 @@ def _common_value(measure: Measure, cells: Sequence[Measured]) -> float | None:
 def _pictures(
     cells: Sequence[Measured],
     best: Sequence[table.Row],
+    letters: Mapping[str, str],
     measure: Measure,
     target: float | None,
     predictions: Mapping[str, float],
@@ -223,7 +226,7 @@ def _pictures(
     names = {(row["variant"], row["ranks"]) for row in best}
     shown = [cell for cell in cells if not best or (cell.cell.variant, cell.cell.ranks) in names]
     yield from _of_steps(cells)
-    yield from _of_learning(shown, measure, target)
+    yield from _of_learning(shown, letters, measure, target)
     yield from _of_pace(cells, predictions)
 
 
@@ -243,32 +246,37 @@ def _of_steps(cells: Sequence[Measured]) -> tuple[Picture, ...]:
             timeline(cells),
             "Left: a step that only uses curvature or records statistics. Right: a step that "
             "refreshes curvature. Both steps have the same scale. A stage inside a longer stage is "
-            "drawn on top of it.",
+            f"drawn on top of it. Of more than {SHOWN} variants, {SHOWN} are drawn, evenly spaced "
+            "in the order from the fastest to the slowest step, on the largest number of ranks.",
             "no cell has a trace (trace.json.gz, written with trace_steps)",
         ),
     )
 
 
 def _of_learning(
-    cells: Sequence[Measured], measure: Measure, target: float | None
+    cells: Sequence[Measured], letters: Mapping[str, str], measure: Measure, target: float | None
 ) -> tuple[Picture, ...]:
     return (
         Picture(
             f"{measure.name.capitalize()}, and the price in seconds and bytes",
-            pictures.curves(cells, target),
+            pictures.curves(cells, letters, target),
             f"Test {measure.name} after each epoch. Seconds count training steps only. Bytes are "
             "those that a rank sends if collectives are rings. The dotted line is the target "
             "of the table. For a strategy with several variants, the picture shows the best one. A "
-            "line is the mean over seeds. With three or more seeds, the band is the 95 % interval; "
-            "with two seeds, thin lines show the runs. Curves with the same letter in the tables "
-            "are equal by epochs, and differ only in seconds and bytes.",
+            "line is the mean over seeds. Bands or, with more than three curves, bars beside the "
+            "last point show the 95 % interval over three or more seeds; for two seeds, thin lines "
+            "show the runs, and bars the range. Variants with the same letter have equal curves by "
+            f"epochs, so only the first one is drawn, and at most {pictures.SHOWN} in total; the "
+            "tables contain the seconds and bytes of all.",
             "no cell has completed an epoch",
         ),
         Picture(
             "How much a clip shortens steps",
-            pictures.bounds(cells),
-            "The factor by which the clip shortens a step, by epoch. While kl_clip shortens "
-            "steps, the learning rate has no effect.",
+            pictures.bounds(cells, letters),
+            "The factor by which the clip multiplies a step (kl_scale), by epoch: at 1, it leaves "
+            "the step as it is. A point is the mean over seeds, and a bar extends from the lowest "
+            "to the highest run; bars are moved apart. One variant per letter is drawn. While "
+            "kl_clip shortens steps, the learning rate has no effect.",
             "no clip shortened a step",
         ),
     )
@@ -283,7 +291,8 @@ def _of_pace(cells: Sequence[Measured], predictions: Mapping[str, float]) -> tup
             "More ranks",
             pictures.scaling(cells),
             f"Left: images per second of all ranks together ({kind}). Right: images per second "
-            "per rank, relative to the smallest number of ranks.",
+            "per rank, relative to the smallest number of ranks. Points are means over seeds. Bars "
+            "show the 95 % interval over three or more seeds, or the range of two.",
             "no variant was measured on two numbers of ranks",
         ),
         Picture(

@@ -83,6 +83,23 @@ def bar_style(part: str) -> dict[str, Any]:
     return {"facecolor": colour, "hatch": hatch, "edgecolor": edge, "linewidth": 0.4}
 
 
+def bars_between(
+    panel: Axes,
+    along: Sequence[float],
+    heights: Sequence[tuple[float, float, float]],
+    style: Mapping[str, Any],
+) -> None:
+    """Draw a vertical bar at each position, in the colour of a variant.
+
+    Args:
+        heights: the lower end, the mean and the upper end at each position.
+    """
+    below = [mean - low for low, mean, _ in heights]
+    above = [high - mean for _, mean, high in heights]
+    line: Any = {"ecolor": style["color"], "elinewidth": 1, "capsize": 2, "fmt": "none"}
+    panel.errorbar(along, [mean for _, mean, _ in heights], [below, above], **line)
+
+
 def plain_ticks(axis: Axis) -> None:
     """Set ticks of a logarithmic axis at 1, 2 and 5, as plain numbers."""
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

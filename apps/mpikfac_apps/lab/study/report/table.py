@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mpikfac_apps.lab.study.measures import Measure
-from mpikfac_apps.lab.study.report.findings import baseline
+from mpikfac_apps.lab.study.report.findings import CROWDED, MARK, against_sgd, baseline
 from mpikfac_apps.lab.study.results import WAITING, Measured
 from mpikfac_apps.lab.study.seeds import SeedMean, mean_of
-from mpikfac_apps.text import NONE, brief_mib, latex, ms, number, percent
+from mpikfac_apps.text import NONE, brief, brief_mib, latex, ms, number, percent
 
 Row = dict[str, Any]
 Group = tuple[str, list[list[tuple[str, float | str]]]]
@@ -56,7 +56,6 @@ def rows(
     cell_rows = []
     for cell in sorted(cells, key=lambda cell: cell.cell.ranks):
         base = baseline(cells, cell)
-        ratio = cell.step / base.step if base and base.step and cell.step else None
         share, waiting = _collectives(cell)
         reached = cell.curve.reached(target) if target else None
         row = {
@@ -66,13 +65,19 @@ def rows(
             "least_step_seconds": min(cell.step_seconds, default=None),
             "most_step_seconds": max(cell.step_seconds, default=None),
             "predicted_step_seconds": predictions.get(cell.cell.label),
-            **{"images_per_second": cell.images_per_second, "against_sgd": ratio},
+            "images_per_second": cell.images_per_second,
+            "against_sgd": against_sgd(cells, cell),
             **{"share_in_collectives": share, "share_waiting": waiting},
             **{"sent_bytes_per_step": cell.wire, "held_bytes": cell.memory},
             **{"first_train_loss": cell.train_loss, cell.curve.measure.key: cell.final},
             "epochs_to_target": reached.epochs if reached else None,
             "seconds_to_target": reached.seconds if reached else None,
             "steps_to_target": reached.steps if reached else None,
+            **{
+                "more_ranks_than_cores": cell.crowded,
+                "other_work": cell.result and cell.result.others,
+            },
+            **{"busy": cell.busy, "sgd_busy": base is not None and base.busy},
         }
         cell_rows.append(row)
     return cell_rows
@@ -101,12 +106,14 @@ def means(
     for row in rows:
         groups.setdefault((row["variant"], row["ranks"]), []).append(row)
     to_target = ("steps_to_target", "epochs_to_target", "seconds_to_target")
-    averaged = ("step_seconds", measure.key, *to_target)
+    averaged = ("step_seconds", "against_sgd", measure.key, *to_target)
     mean_rows = []
     for (variant, ranks), group in groups.items():
         complete = [row for row in group if row["state"] == "complete"]
         about = {"variant": variant, "ranks": ranks, "numbers": group[0]["numbers"]}
         about |= {"seeds": len(group), "complete": len(complete)}
+        marks = ("more_ranks_than_cores", "busy", "sgd_busy")
+        about |= {mark: any(row[mark] for row in complete) for mark in marks}
         mean_rows.append(about | {key: mean_of(row[key] for row in complete) for key in averaged})
     several = any(len(group) > 1 for group in groups.values())
     chosen = [row for row in mean_rows if (row["variant"], row["ranks"]) in best]
@@ -122,18 +129,18 @@ def columns(measure: Measure, target: float | None) -> list[Column]:
     return [
         Column("cell", _name),
         Column("results", lambda row: str(row["numbers"])),
-        Column("ms per step", lambda row: ms(row["step_seconds"]), "step_seconds"),
-        Column("range", _range, "least_step_seconds"),
+        _timed(column("ms per step", "step_seconds", ms)),
+        _timed(Column("range", _range, "least_step_seconds")),
         column("predicted", "predicted_step_seconds", ms),
-        column("images/s", "images_per_second", lambda pace: f"{pace:,.0f}"),
-        column("against SGD", "against_sgd", lambda ratio: f"{ratio:.2f} x"),
+        _timed(column("images/s", "images_per_second", lambda pace: f"{pace:,.0f}")),
+        _timed(column("against SGD", "against_sgd", lambda ratio: f"{ratio:.2f} x"), "sgd_busy"),
         column("in collectives", "share_in_collectives", lambda share: percent(share, 0)),
         column("waiting", "share_waiting", lambda share: percent(share, 0)),
         column("MiB sent per step", "sent_bytes_per_step", brief_mib),
         column("MiB kept", "held_bytes", brief_mib),
         column(f"test {measure.name}", measure.key, measure.text),
         column(f"steps to {aim}", "steps_to_target", lambda steps: f"{steps:,.0f}"),
-        Column(f"s to {aim}", _reached, "seconds_to_target"),
+        _timed(Column(f"s to {aim}", _reached, "seconds_to_target")),
     ]
 
 
@@ -144,17 +151,33 @@ def columns_of_means(measure: Measure, target: float | None) -> list[Column]:
         Column("variant", lambda row: str(row["variant"])),
         Column("results", lambda row: str(row["numbers"])),
         Column("seeds", lambda row: f"{row['complete']} of {row['seeds']}", "complete"),
-        _averaged("ms per step", "step_seconds", ms),
+        _timed(_averaged("ms per step", "step_seconds", ms)),
+        _timed(_averaged("against SGD", "against_sgd", "{:.2f}".format), "sgd_busy"),
         _averaged(f"test {measure.name}", measure.key, measure.text),
         _averaged(f"steps to {aim}", "steps_to_target", lambda mean: f"{mean:,.0f}"),
         _averaged(f"epochs to {aim}", "epochs_to_target", lambda mean: f"{mean:.1f}"),
-        _averaged(f"s to {aim}", "seconds_to_target", lambda mean: f"{mean:.1f}"),
+        _timed(_averaged(f"s to {aim}", "seconds_to_target", brief)),
     ]
 
 
 def column(title: str, key: str, show: Callable[[Any], str]) -> Column:
     """Return a column of the values with a key; a missing value is shown as a dash."""
     return Column(title, lambda row: NONE if row[key] is None else show(row[key]), key)
+
+
+def _timed(plain: Column, *further: str) -> Column:
+    """Return a column of times, with a mark in the rows of busy cells.
+
+    Args:
+        further: keys that also mark a row.
+    """
+
+    def text(row: Row) -> str:
+        shown = plain.show(row)
+        known = row[plain.key] is not None
+        return shown + MARK if known and any(row[key] for key in ("busy", *further)) else shown
+
+    return replace(plain, show=text)
 
 
 def _averaged(title: str, key: str, show: Callable[[Any], str]) -> Column:
@@ -183,7 +206,7 @@ def _range(row: Row) -> str:
 
 def _reached(row: Row) -> str:
     if row["seconds_to_target"] is not None:
-        return f"{row['seconds_to_target']:.1f}"
+        return brief(row["seconds_to_target"])
     return "never" if row["state"] == "complete" else NONE
 
 
@@ -192,7 +215,11 @@ def by_ranks(rows: Sequence[Row], columns: Sequence[Column]) -> list[Group]:
     groups: dict[int, list[list[tuple[str, float | str]]]] = {}
     for row in rows:
         groups.setdefault(row["ranks"], []).append([column.cell(row) for column in columns])
-    return [(number(ranks, "rank"), lines) for ranks, lines in groups.items()]
+    crowded = {row["ranks"] for row in rows if row.get("more_ranks_than_cores")}
+    return [
+        (number(ranks, "rank") + (CROWDED if ranks in crowded else ""), lines)
+        for ranks, lines in groups.items()
+    ]
 
 
 # -- files ---------------------------------------------------------------------------------------
