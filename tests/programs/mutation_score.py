@@ -3,7 +3,7 @@
     pip install cosmic-ray
     PYTHONPATH=tests python tests/programs/mutation_score.py [--sample 150] [--seed 0] [--out DIR]
 
-The program works on a copy of the last commit. First, the quick tests of `LANES` run on unchanged
+The program works on a copy of the last commit. First, the quick tests in `FOLDERS` run on unchanged
 code, once with coverage, which records the tests that execute each line, and once in the order of
 their duration. Tests that fail in either run are named, and dropped. Then random places of the
 core are drawn, and each gets one of Cosmic Ray's mutations: another comparison or arithmetic
@@ -35,6 +35,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import chdir, contextmanager
@@ -52,7 +53,7 @@ from support.pace import paced
 
 CORE = ("numerics", "layers", "preconditioners", "engine", "plan", "comm", "model")
 CORE += ("kfac.py", "optimizer.py", "trainer.py")
-LANES = {1: ("tests/unit", "tests/property"), 2: ("tests/mpi",)}  # by ranks
+FOLDERS = {1: ("tests/unit", "tests/property"), 2: ("tests/mpi",)}  # by ranks
 SLOWER = 5  # how many times longer than on unchanged code a mutant's test may take
 START = 30  # seconds that a start of pytest may take
 SECONDS = re.compile(r"^([\d.]+)s (?:setup|call|teardown) +(tests/.+?)\s*$", re.MULTILINE)
@@ -149,8 +150,9 @@ def drawn(copy: Path, seed: int) -> Iterator[Mutant]:
 def differ(right: str, wrong: str) -> bool:
     """Return whether a mutant is valid Python that differs in more than annotations."""
     try:
-        compile(wrong, "", "exec")
-    except SyntaxError:
+        with warnings.catch_warnings(action="error", category=SyntaxWarning):
+            compile(wrong, "", "exec")
+    except (SyntaxError, SyntaxWarning):  # such as `is` with a literal
         return False
     texts = []
     for tree in map(ast.parse, (right, wrong)):
@@ -181,13 +183,19 @@ class Tests:
         if stored.get("commit") != commit:
             (out / "lines").unlink(missing_ok=True)
             stored = {"commit": commit, "seconds": {}, "dropped": []}
-            for ranks, folders in LANES.items():
+            for ranks, folders in FOLDERS.items():
                 data = f"{out}/lines.{ranks}.${{OMPI_COMM_WORLD_RANK-0}}"
                 settings.write_text(
                     f"[run]\nsource = mpikfac\nrelative_files = True\ndata_file = {data}\n"
                 )
-                counted = ("--cov", "--cov-report=", "--cov-context=test")
-                chosen = ("-m", mutations.LANES["quick"], f"--cov-config={settings}", *folders)
+                counted = (
+                    "--cov",
+                    "--cov-report=",
+                    "--cov-context=test",
+                    f"--cov-config={settings}",
+                )
+                workers = ("-n2",) if ranks == 1 else ()
+                chosen = (*workers, "-m", "not slow and not gate", *folders)
                 dropped: set[str] = set()
                 seconds = self._passing(ranks, [*counted, *chosen], dropped)
                 seconds = self._passing(ranks, [self._listed(seconds)], dropped)
