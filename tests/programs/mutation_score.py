@@ -3,20 +3,21 @@
     pip install cosmic-ray
     PYTHONPATH=tests python tests/programs/mutation_score.py [--sample 150] [--seed 0] [--out DIR]
 
-The program works on a copy of the last commit. First, the quick tests in `FOLDERS` run on unchanged
-code, once with coverage, which records the tests that execute each line, and once in the order of
-their duration. Tests that fail in either run are named, and dropped. Then random places of the
-core are drawn, and each gets one of Cosmic Ray's mutations: another comparison or arithmetic
+The program works on a copy of the last commit. First, the quick tests of one process run on
+unchanged code, with coverage, which records the tests that execute each line. Then random places of
+the core are drawn, and each gets one of Cosmic Ray's mutations: another comparison or arithmetic
 operator, a number that is one off, `and` for `or`, `not`, no decorator, a loop without iterations,
 another exception. A mutant is tried by all tests that execute the line, the quickest first, until
-one fails or takes several times as long as before. The tests on two ranks follow if the tests of
-one process find nothing. A line that runs on import, such as a constant or a default value, is
-tried by the tests that execute functions of its file, or else of its folder.
+one fails or takes several times as long as on unchanged code. A line that runs on import, such as a
+constant or a default value, is tried by the tests that execute functions of its file, or else of
+its folder. Mutants that are left are then tried in the same way by the tests on two ranks.
 
-The score is the share of mutants found among those whose line the tests execute. Programs that
-tests start in processes of their own are not traced. Each mutant is a row of DIR/mutants.jsonl; a
+Tests that fail on unchanged code are named, and find nothing: those that fail with coverage, and
+those that found a mutant, but fail again when all such tests run once more on unchanged code. The
+score is the share of mutants found among those whose line the tests execute; programs that tests
+start in processes of their own are not traced. Each attempt is a row of DIR/mutants.jsonl, and a
 second run continues with the missing ones. Delete rows to try their mutants again, and add a field
-"equivalent", with the reason, to a survivor that no test can find.
+"equivalent", with the reason, to the last row of a survivor that no test can find.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import random
 import re
 import signal
@@ -40,15 +43,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import chdir, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import coverage
+import pytest
+import torch  # noqa: F401  # once, for all forks
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
 from programs import mutations
 from programs.mutations import FAILURE, ROOT
+from support import launch
 from support.pace import paced
 
 CORE = ("numerics", "layers", "preconditioners", "engine", "plan", "comm", "model")
@@ -58,6 +64,8 @@ SLOWER = 5  # how many times longer than on unchanged code a mutant's test may t
 START = 30  # seconds that a start of pytest may take
 SECONDS = re.compile(r"^([\d.]+)s (?:setup|call|teardown) +(tests/.+?)\s*$", re.MULTILINE)
 Row = dict[str, str | int]
+Key = tuple[str, int, str]
+"""A mutant: its file, its line and the difference."""
 
 
 class Mutant(NamedTuple):
@@ -65,13 +73,14 @@ class Mutant(NamedTuple):
 
     file: str
     line: int
-    operator: str
-    source: str
+    wrong: str
+    right: str
 
-    def diff(self, right: str) -> str:
-        """Return the removed and the added lines."""
-        lines = difflib.unified_diff(right.splitlines(), self.source.splitlines(), n=0, lineterm="")
-        return "\n".join(line for line in list(lines)[2:] if not line.startswith("@@"))
+    def key(self) -> Key:
+        """Return what identifies the mutant in the results."""
+        texts = self.right.splitlines(), self.wrong.splitlines()
+        lines = list(difflib.unified_diff(*texts, n=0, lineterm=""))[2:]
+        return self.file, self.line, "\n".join(x for x in lines if not x.startswith("@@"))
 
 
 def main() -> None:
@@ -83,26 +92,17 @@ def main() -> None:
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    file = out / "mutants.jsonl"
-    old = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    known = {(row["file"], row["line"], row["diff"]): row for row in old}
-    rows = []
+    results = Results(out / "mutants.jsonl")
     with copied() as copy, chdir(copy):
-        tests = Tests(copy, out)
-        for mutant in itertools.islice(drawn(copy, options.seed), options.sample):
-            path = copy / "mpikfac" / mutant.file
-            right = path.read_text()
-            key = mutant.file, mutant.line, mutant.diff(right)
-            if key not in known:
-                path.write_text(mutant.source)  # newer than compiled files of older texts
-                known[key] = dict(zip(("file", "line", "diff"), key)) | tests.tried(mutant, right)
-                path.write_text(right)
-                with file.open("a") as opened:
-                    print(json.dumps(known[key]), file=opened)
-                print(" | ".join(map(str, known[key].values())).replace("\n", "  "), flush=True)
-            rows.append(known[key])
-        report(rows)
-        print(f"coverage of the core, by these tests: {100 * tests.covered():.1f} %")
+        sample = list(itertools.islice(drawn(copy, options.seed), options.sample))
+        for ranks in FOLDERS:
+            tests = Tests(copy, out, ranks)
+            while left := [each for each in sample if results.lacks(each.key(), ranks)]:
+                for mutant in left:
+                    results.add(mutant.key(), ranks, tests.tried(mutant))
+                results.drop(tests.flaky(results.finders(ranks)))
+        results.report([mutant.key() for mutant in sample])
+        print(f"coverage of the core by these tests: {100 * covered(copy, out):.1f} %")
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def drawn(copy: Path, seed: int) -> Iterator[Mutant]:
         name, occurrence = draw.choice(places[file, start])
         wrong = mutate_code(sources[file], operators[name], occurrence)
         if differ(sources[file], wrong):
-            yield Mutant(file, start[0], name, wrong)
+            yield Mutant(file, start[0], wrong, sources[file])
 
 
 def differ(right: str, wrong: str) -> bool:
@@ -166,107 +166,148 @@ def differ(right: str, wrong: str) -> bool:
 # -- tests -----------------------------------------------------------------------------------------
 
 
+def run(copy: Path, arguments: Sequence[str], ranks: int, limit: float) -> tuple[int | None, str]:
+    """Run pytest in the copy; return its exit code, None after `limit` seconds, and its output.
+
+    The tests of one process run in a fork, which need not import torch.
+    """
+    if ranks > 1:
+        return mutations.output(copy, arguments, ranks, limit)
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        fork = multiprocessing.get_context("fork").Process(
+            target=_run, args=(copy, arguments, output)
+        )
+        fork.start()
+        try:
+            fork.join(limit)
+        finally:
+            if late := fork.is_alive():
+                launch.kill(fork)
+                fork.join()
+        output.seek(0)
+        return None if late else fork.exitcode, output.read()
+
+
+def _run(copy: Path, arguments: Sequence[str], output: IO[str]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output.fileno(), stream.fileno())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    paths = [str(copy), str(copy / "apps"), str(copy / "tests")]
+    sys.path[:] = paths + [path for path in sys.path if not path.startswith(str(ROOT / "tests"))]
+    os.environ.update(launch.environment() | {"PYTHONPATH": ":".join(paths)})
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("programs", "support")]:
+        del sys.modules[name]  # the copy has its own
+    code = pytest.main([*arguments])
+    if mpi := sys.modules.get("mpi4py.MPI"):
+        mpi.Finalize()
+    sys.exit(code)
+
+
 class Tests:
     """The tests that pass on unchanged code, with their durations and the lines that they execute.
 
     Args:
         copy: the copy of the repository.
         out: the folder of the measurement, which is repeated if there is a new commit.
+        ranks: the number of ranks that run the tests.
     """
 
-    def __init__(self, copy: Path, out: Path) -> None:
-        self._copy = copy
+    def __init__(self, copy: Path, out: Path, ranks: int) -> None:
+        self._copy, self._ranks = copy, ranks
         self._list = out / "tests.txt"
-        file, settings = out / "unchanged.json", out / "coverage.ini"
-        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
+        data, file = out / f"lines.{ranks}", out / f"unchanged.{ranks}.json"
+        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
         stored = json.loads(file.read_text()) if file.exists() else {}
         if stored.get("commit") != commit:
-            (out / "lines").unlink(missing_ok=True)
-            stored = {"commit": commit, "seconds": {}, "dropped": []}
-            for ranks, folders in FOLDERS.items():
-                data = f"{out}/lines.{ranks}.${{OMPI_COMM_WORLD_RANK-0}}"
-                settings.write_text(
-                    f"[run]\nsource = mpikfac\nrelative_files = True\ndata_file = {data}\n"
-                )
-                counted = (
-                    "--cov",
-                    "--cov-report=",
-                    "--cov-context=test",
-                    f"--cov-config={settings}",
-                )
-                workers = ("-n2",) if ranks == 1 else ()
-                chosen = (*workers, "-m", "not slow and not gate", *folders)
-                dropped: set[str] = set()
-                seconds = self._passing(ranks, [*counted, *chosen], dropped)
-                seconds = self._passing(ranks, [self._listed(seconds)], dropped)
-                stored["seconds"][str(ranks)] = seconds
-                stored["dropped"] += sorted(dropped)
+            settings = out / "coverage.ini"
+            of_rank = f"{data}.${{OMPI_COMM_WORLD_RANK-0}}"
+            settings.write_text(
+                f"[run]\nsource = mpikfac\nrelative_files = True\ndata_file = {of_rank}\n"
+            )
+            counted = ("--cov", "--cov-report=", "--cov-context=test", f"--cov-config={settings}")
+            stored = {"commit": commit, **self._passing([*counted, *FOLDERS[ranks]])}
+            data.unlink(missing_ok=True)
+            _coverage(data).combine(map(str, out.glob(f"{data.name}.?")), keep=True)
             file.write_text(json.dumps(stored))
-        self._seconds: dict[int, dict[str, float]] = {
-            int(ranks): seconds for ranks, seconds in stored["seconds"].items()
-        }
-        self._coverage = coverage.Coverage(str(out / "lines"), config_file=str(settings))
-        self._coverage.combine(map(str, out.glob("lines.?.?")), keep=True)
-        for ranks, seconds in self._seconds.items():
-            print(f"{len(seconds)} tests on {ranks} ranks: {sum(seconds.values()):.0f} s")
-        print("dropped, because they fail on unchanged code:", stored["dropped"], flush=True)
+        self._seconds: dict[str, float] = stored["seconds"]
+        self._lines = _coverage(data)
+        self._lines.load()
+        total = sum(self._seconds.values())
+        print(
+            f"{ranks=}: {len(self._seconds)} tests in {total:.0f} s; failing: {stored['failing']}"
+        )
 
-    def _passing(self, ranks: int, chosen: Iterable[str], dropped: set[str]) -> dict[str, float]:
-        """Return the seconds of each test that passes; add the other tests to `dropped`."""
+    def _passing(self, chosen: Sequence[str]) -> dict[str, list[str] | dict[str, float]]:
+        """Return the seconds of each test that passes, and the failing tests."""
+        failing: set[str] = set()
         while True:
-            left_out = (f"--deselect={test}" for test in dropped)
+            left_out = (f"--deselect={test}" for test in failing)
             # If a test fails on one rank, the other ranks may wait in it.
-            stop = ["-x"] if ranks > 1 else []
-            arguments = ("-vv", "--durations=0", *stop, *left_out, *chosen)
-            code, text = mutations.output(self._copy, arguments, ranks, paced(3600))
-            failing = set(FAILURE.findall(text))
-            dropped |= failing
-            if code == 0 or (failing and ranks == 1):
+            stop = ["-x"] if self._ranks > 1 else ["-n2"]
+            marks = ("-m", mutations.LANES["quick"], "-vv", "--durations=0")
+            arguments = (*marks, *stop, *left_out, *chosen)
+            code, text = mutations.output(self._copy, arguments, self._ranks, paced(3600))
+            new = set(FAILURE.findall(text))
+            failing |= new
+            if code == 0 or (new and self._ranks == 1):
                 break
-            if not failing:
+            if not new:
                 raise SystemExit(f"the tests end with exit code {code}:\n{text[-3000:]}")
         seconds: Counter[str] = Counter()
         for taken, test in SECONDS.findall(text):
             seconds[test] += float(taken)
-        return {test: seconds[test] for test in seconds if test not in dropped}
+        passing = {test: seconds[test] for test in seconds if test not in failing}
+        return {"seconds": passing, "failing": sorted(failing)}
 
-    def _listed(self, seconds: dict[str, float]) -> str:
-        """Write a list of tests, the quickest first; return pytest's argument for the list."""
-        self._list.write_text("\n".join(sorted(seconds, key=seconds.__getitem__)))
-        return f"@{self._list}"
-
-    def covered(self) -> float:
-        """Return the share of the core's statements that the tests execute."""
-        counts: Counter[str] = Counter()
-        for file in core(self._copy):
-            _, lines, _, missing, _ = self._coverage.analysis2(f"mpikfac/{file}")
-            counts.update(lines=len(lines), missing=len(missing))
-        return 1 - counts["missing"] / counts["lines"]
-
-    def tried(self, mutant: Mutant, right: str) -> Row:
+    def tried(self, mutant: Mutant) -> Row:
         """Run the tests of a mutant; return the result, and the test that finds the mutant."""
-        chosen = self._executing(mutant.file, mutant.line, right)
-        for ranks, known in self._seconds.items():
-            seconds = {test: known[test] for test in chosen & known.keys()}
-            if not seconds:
-                continue
-            limit = f"--timeout={START + SLOWER * max(seconds.values()):.0f}"
-            stop = ("-x", limit, "-o", "timeout_method=thread")
-            most = paced(2 * START + SLOWER * sum(seconds.values()))
-            tests = [self._listed(seconds)]
-            code, text = mutations.output(self._copy, (*stop, *tests), ranks, most)
-            if code == 4:  # pytest finds no such test: the change has renamed a case
-                tests = list(dict.fromkeys(test.partition("[")[0] for test in seconds))
-                code, text = mutations.output(self._copy, (*stop, *tests), ranks, most)
-            if code != 0:
-                failing = FAILURE.search(text)
-                ended = "time limit" if code is None else f"exit code {code}"
-                return {"result": "found", "ranks": ranks, "by": failing[1] if failing else ended}
-        return {"result": "survives" if chosen else "not executed"}
+        tests = self._executing(mutant) & self._seconds.keys()
+        if not tests:
+            return {"result": "not executed"}
+        path = self._copy / "mpikfac" / mutant.file
+        path.write_text(mutant.wrong)  # newer than compiled files of older texts
+        code, text = self._run(tests)
+        path.write_text(mutant.right)
+        if code == 0:
+            return {"result": "survives"}
+        failing = FAILURE.search(text)
+        ended = "time limit" if code is None else f"exit code {code}"
+        return {"result": "found", "by": failing[1] if failing else ended}
 
-    def _executing(self, file: str, line: int, source: str) -> set[str]:
-        """Return the tests that execute the statement at a line of unchanged code."""
-        parts = list(statements(ast.parse(source)))
+    def flaky(self, finders: set[str]) -> set[str]:
+        """Return the tests that fail on unchanged code, among those that found a mutant."""
+        flaky: set[str] = set()
+        while left := finders & self._seconds.keys() - flaky:
+            code, text = self._run(left)
+            if code == 0:
+                break
+            found = set(FAILURE.findall(text))
+            if not found:
+                raise SystemExit(f"unchanged code: exit code {code}:\n{text[-3000:]}")
+            flaky |= found
+        if flaky:
+            print("these tests fail on unchanged code:", *sorted(flaky))
+        for test in flaky:
+            self._seconds.pop(test, None)
+        return flaky
+
+    def _run(self, tests: Iterable[str]) -> tuple[int | None, str]:
+        """Run tests, the quickest first, until one fails."""
+        seconds = {test: self._seconds[test] for test in tests}
+        self._list.write_text("\n".join(sorted(seconds, key=seconds.__getitem__)))
+        limit = f"--timeout={START + SLOWER * max(seconds.values()):.0f}"
+        options = ("-x", limit, "-o", "timeout_method=thread")
+        most = paced(2 * START + SLOWER * sum(seconds.values()))
+        code, text = run(self._copy, [*options, f"@{self._list}"], self._ranks, most)
+        if code == 4:  # pytest finds no such test: the change has renamed a case
+            names = dict.fromkeys(test.partition("[")[0] for test in seconds)
+            code, text = run(self._copy, [*options, *names], self._ranks, most)
+        return code, text
+
+    def _executing(self, mutant: Mutant) -> set[str]:
+        """Return the tests that execute the statement that a mutant changes."""
+        file, line = mutant.file, mutant.line
+        parts = list(statements(ast.parse(mutant.right)))
         own = [(lines, inside) for lines, inside in parts if line in lines]
         part, inside = min(own, key=lambda one: len(one[0]), default=(range(line, line + 1), False))
         by_line = self._by_line(file)
@@ -282,11 +323,27 @@ class Tests:
 
     def _by_line(self, file: str) -> dict[int, set[str]]:
         """Return the tests of each line that runs; a line that only runs on import has none."""
-        contexts = self._coverage.get_data().contexts_by_lineno(f"mpikfac/{file}")
+        contexts = self._lines.get_data().contexts_by_lineno(f"mpikfac/{file}")
         return {
             line: {one.rpartition("|")[0] for one in names} - {""}
             for line, names in contexts.items()
         }
+
+
+def _coverage(data: Path) -> coverage.Coverage:
+    return coverage.Coverage(str(data), config_file=str(data.with_name("coverage.ini")))
+
+
+def covered(copy: Path, out: Path) -> float:
+    """Return the share of the core's statements that the tests execute."""
+    (out / "lines").unlink(missing_ok=True)
+    measured = _coverage(out / "lines")
+    measured.combine([str(out / f"lines.{ranks}") for ranks in FOLDERS], keep=True)
+    counts: Counter[str] = Counter()
+    for file in core(copy):
+        _, lines, _, missing, _ = measured.analysis2(f"mpikfac/{file}")
+        counts.update(lines=len(lines), missing=len(missing))
+    return 1 - counts["missing"] / counts["lines"]
 
 
 def statements(node: ast.AST, inside: bool = False) -> Iterator[tuple[Sequence[int], bool]]:
@@ -303,24 +360,64 @@ def statements(node: ast.AST, inside: bool = False) -> Iterator[tuple[Sequence[i
 # -- results ---------------------------------------------------------------------------------------
 
 
-def report(rows: list[Row]) -> None:
-    """Print the score with its 95 % interval, by package and in total, and the survivors."""
-    packages = defaultdict(Counter)
-    for row in rows:
-        packages[str(row["file"]).partition("/")[0]][row["result"]] += 1
-    for name, results in sorted(packages.items()):
-        print(f"{name}: {dict(results)}")
-    total = sum(packages.values(), Counter())
-    for row in rows:
-        if row["result"] == "survives":
-            print(f"\n{row['file']}:{row['line']} {row.get('equivalent', '')}\n{row['diff']}")
-    print(f"\n{total['not executed']} of {len(rows)} mutants are in lines that no test executes")
-    tried = total["found"] + total["survives"]
-    equivalent = sum("equivalent" in row for row in rows)
-    for kind, count in {"": tried, "not equivalent ": tried - equivalent}.items():
-        low, high = interval(total["found"], count)
-        print(f"{total['found']} of {count} {kind}mutants found, ", end="")
-        print(f"{total['found'] / count:.1%} ({low:.1%} to {high:.1%})")
+class Results:
+    """The rows of a file, one for each mutant and number of ranks."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        lines = file.read_text().splitlines() if file.exists() else []
+        self._rows: dict[tuple[Key, int], Row] = {}
+        for row in map(json.loads, lines):
+            self._rows[(row["file"], row["line"], row["diff"]), row["ranks"]] = row
+
+    def lacks(self, key: Key, ranks: int) -> bool:
+        """Return whether a mutant has to be tried on `ranks` ranks."""
+        return (key, ranks) not in self._rows and self._last(key).get("result") != "found"
+
+    def _last(self, key: Key) -> Row:
+        rows = [self._rows[key, ranks] for ranks in FOLDERS if (key, ranks) in self._rows]
+        tried = [row for row in rows if row["result"] != "not executed"]
+        return (tried or rows or [{}])[-1]
+
+    def add(self, key: Key, ranks: int, row: Row) -> None:
+        """Add a result, and print it."""
+        row = dict(zip(("file", "line", "diff"), key)) | {"ranks": ranks} | row
+        self._rows[key, ranks] = row
+        with self._file.open("a") as opened:
+            print(json.dumps(row), file=opened)
+        print(" | ".join(map(str, row.values())).replace("\n", "  "), flush=True)
+
+    def finders(self, ranks: int) -> set[str]:
+        """Return the tests that found a mutant."""
+        rows = [row for (_, number), row in self._rows.items() if number == ranks]
+        return {str(row["by"]) for row in rows if "by" in row}
+
+    def drop(self, flaky: set[str]) -> None:
+        """Remove the results of tests that fail on unchanged code."""
+        self._rows = {key: row for key, row in self._rows.items() if row.get("by") not in flaky}
+        self._file.write_text("".join(f"{json.dumps(row)}\n" for row in self._rows.values()))
+
+    def report(self, keys: Iterable[Key]) -> None:
+        """Print the survivors, and the score with its 95 % interval, by package and in total."""
+        rows = [self._last(key) for key in keys]
+        packages = defaultdict(Counter)
+        for row in rows:
+            packages[str(row["file"]).partition("/")[0]][row["result"]] += 1
+        for name, results in sorted(packages.items()):
+            print(f"{name}: {dict(results)}")
+        total = sum(packages.values(), Counter())
+        for row in rows:
+            if row["result"] == "survives":
+                print(f"\n{row['file']}:{row['line']} {row.get('equivalent', '')}\n{row['diff']}")
+        print(
+            f"\n{total['not executed']} of {len(rows)} mutants are in lines that no test executes"
+        )
+        tried = total["found"] + total["survives"]
+        equivalent = sum("equivalent" in row for row in rows)
+        for kind, count in {"": tried, "not equivalent ": tried - equivalent}.items():
+            low, high = interval(total["found"], count)
+            print(f"{total['found']} of {count} {kind}mutants found, ", end="")
+            print(f"{total['found'] / count:.1%} ({low:.1%} to {high:.1%})")
 
 
 def interval(count: int, trials: int) -> tuple[float, float]:
