@@ -107,14 +107,17 @@ def main() -> None:
 
 @contextmanager
 def copied() -> Iterator[Path]:
-    """Return a folder with the tracked files of the last commit; it is removed at the end."""
+    """Return a folder with the tracked files of the last commit, after which it is named.
+
+    The folder is removed at the end.
+    """
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+    files = subprocess.check_output(["git", "archive", commit], cwd=ROOT)
     with tempfile.TemporaryDirectory() as folder:
-        files = subprocess.run(
-            ["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE
-        )
-        with tarfile.open(fileobj=io.BytesIO(files.stdout)) as archive:
-            archive.extractall(folder, filter="data")
-        yield Path(folder).resolve()
+        copy = Path(folder).resolve() / commit
+        with tarfile.open(fileobj=io.BytesIO(files)) as archive:
+            archive.extractall(copy, filter="data")
+        yield copy
 
 
 # -- mutants ---------------------------------------------------------------------------------------
@@ -208,7 +211,7 @@ class Tests:
 
     Args:
         copy: the copy of the repository.
-        out: the folder of the measurement, which is repeated if there is a new commit.
+        out: the folder of the measurement on unchanged code, which a new commit repeats.
         ranks: the number of ranks that run the tests.
     """
 
@@ -216,16 +219,15 @@ class Tests:
         self._copy, self._ranks = copy, ranks
         self._list = out / "tests.txt"
         data, file = out / f"lines.{ranks}", out / f"unchanged.{ranks}.json"
-        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
         stored = json.loads(file.read_text()) if file.exists() else {}
-        if stored.get("commit") != commit:
+        if stored.get("commit") != copy.name:
             settings = out / "coverage.ini"
             of_rank = f"{data}.${{OMPI_COMM_WORLD_RANK-0}}"
             settings.write_text(
                 f"[run]\nsource = mpikfac\nrelative_files = True\ndata_file = {of_rank}\n"
             )
             counted = ("--cov", "--cov-report=", "--cov-context=test", f"--cov-config={settings}")
-            stored = {"commit": commit, **self._passing([*counted, *FOLDERS[ranks]])}
+            stored = {"commit": copy.name, **self._passing([*counted, *FOLDERS[ranks]])}
             data.unlink(missing_ok=True)
             _coverage(data).combine(map(str, out.glob(f"{data.name}.?")), keep=True)
             file.write_text(json.dumps(stored))
