@@ -12,13 +12,13 @@ mistake survives, or if an old text of the table is not found exactly once.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import chdir
 from pathlib import Path
 
@@ -39,18 +39,19 @@ LIMIT = paced(240)  # seconds of a run of tests; a mistake may let ranks wait fo
 FAILURE = re.compile(r"^(?:FAILED|ERROR|rank \d+:) (tests/\S+::.+?)(?= - |$)", re.MULTILINE)
 
 
-def run(copy: Path, tests: list[str], ranks: int) -> str | None:
-    """Return the first failing test of pytest's `tests` in the copy; None if all tests pass."""
-    command = ["-m", "pytest", "-x", "-q", *tests]
-    # A wrong line may have as many bytes as the right line: Python would take an old .pyc file.
-    env = {"PYTHONPATH": f"{copy}:{copy / 'apps'}", "PYTHONDONTWRITEBYTECODE": "1"}
+def output(
+    copy: Path, arguments: Iterable[str], ranks: int, limit: float = LIMIT, **env: str
+) -> tuple[int | None, str]:
+    """Run pytest in the copy; return its exit code, None after `limit` seconds, and its output."""
+    command = [sys.executable, "-m", "pytest", *arguments]
+    env["PYTHONPATH"] = f"{copy}:{copy / 'apps'}"
     with chdir(copy):
         if ranks > 1:
-            job = launch.start(ranks, *command, env=env)
+            job = launch.start(ranks, *command[1:], env=env)
         else:
             job = subprocess.Popen(
-                [sys.executable, *command],
-                env=os.environ | env,
+                command,
+                env=launch.environment() | env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -58,13 +59,24 @@ def run(copy: Path, tests: list[str], ranks: int) -> str | None:
             )
     with job:
         try:
-            texts = job.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
+            texts = job.communicate(timeout=limit)
+        except BaseException as error:
             launch.kill(job)
-            return f"no end after {LIMIT:g} s"
-    if found := FAILURE.search("\n".join(texts)):
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None, ""
+            raise
+    return job.returncode, "\n".join(texts)
+
+
+def run(copy: Path, tests: list[str], ranks: int) -> str | None:
+    """Return the first failing test of pytest's `tests` in the copy; None if all tests pass."""
+    # A wrong line may have as many bytes as the right line: Python would take an old .pyc file.
+    code, text = output(copy, ["-x", "-q", *tests], ranks, PYTHONDONTWRITEBYTECODE="1")
+    if found := FAILURE.search(text):
         return found[1]
-    return None if job.returncode in (0, 5) else f"exit code {job.returncode}"  # 5: no tests
+    if code is None:
+        return f"no end after {LIMIT:g} s"
+    return None if code in (0, 5) else f"exit code {code}"  # 5: no tests
 
 
 def selected(mistake: Mistake, lane: str) -> list[str]:

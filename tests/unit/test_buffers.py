@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import mpikfac
+from mpikfac.comm.messages import check_sendable
 
 DTYPES = [
     *(torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64),
@@ -54,3 +55,11 @@ def test_other_forms_of_tensors_are_refused_by_name_when_the_trainer_is_made(com
     buffer, message = OTHERS[name]
     with pytest.raises(ValueError, match=message):
         trainer(kind, comm, buffer())
+
+
+def test_a_message_has_at_most_as_many_elements_as_an_int_counts():
+    """Oracle: the largest C int, which MPI counts with."""
+    most = torch.iinfo(torch.int32).max
+    check_sendable("gather", most)
+    with pytest.raises(ValueError, match=f"'gather' has {most + 1} .* at most {most}"):
+        check_sendable("gather", most + 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import mpikfac
@@ -108,6 +108,18 @@ def test_sharded_models_are_refused(mesh, name):
     line = line.replace("(", r"\(").replace(")", r"\)")
     with pytest.raises((ValueError, UserError), match=line):
         mpikfac.KFAC(model := make(mesh), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_shards_of_a_wrong_size_are_refused(mesh, rows):
+    """Oracle: a single process, which must have all of the 4 rows."""
+    model = placed(mesh)
+    shape = {"shape": torch.Size([4, 3]), "stride": (3, 1)}
+    part = DTensor.from_local(torch.ones(rows, 3), mesh, [Shard(0)], run_check=False, **shape)
+    model[0].weight = nn.Parameter(part)
+    sizes = f"0.weight has {3 * rows} elements on this rank, and must have 12"
+    with pytest.raises(UserError, match=sizes):
+        mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_residuals_need_whole_parameters(mesh):

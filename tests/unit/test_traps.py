@@ -993,6 +993,20 @@ def test_a_gradient_that_no_call_makes_is_told_once(penalty, dtype, caplog):
     assert all(line.startswith("layer '0': ") for line in told)
 
 
+@pytest.mark.parametrize(("first", "warnings"), [(2, 1), (3, 0)])
+def test_three_passes_are_compared(first, warnings, caplog):
+    """Oracle: the log; the penalty begins in the third pass, or in the fourth."""
+    model = network()
+    kfac = trainer(model)
+    for number in range(4):
+        x, y = batch(seed=number)
+        kfac.optimizer.zero_grad()
+        penalty = PENALTIES["of weights"](model, x) if number >= first else 0.0
+        (F.cross_entropy(model(x), y) + penalty).backward()
+        kfac.step()
+    assert caplog.text.count("not that of the module's calls") == warnings
+
+
 class Cells(nn.Module):
     """Two kinds of cells over a few steps of time."""
 
