@@ -136,7 +136,7 @@ def distinct(
 
 
 def bounds(all_cells: Sequence[Measured], letters: Mapping[str, str]) -> Figure | None:
-    """Plot the factor by which a clip shortens steps against epochs, with a panel per number of ranks.
+    """Plot the factor by which a clip shortens steps, with a panel per number of ranks.
 
     Args:
         letters: the letter of each variant; one variant per letter is drawn.
