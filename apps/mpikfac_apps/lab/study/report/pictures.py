@@ -196,7 +196,7 @@ def _three_curves(
     for panel, along in zip(row, (runs[0].epochs[:ends], seconds, sent)):
         if along and place is None:
             line_of_seeds(panel, along, values, style)
-        elif along:
+        elif along and place is not None:
             _line_with_an_end(panel, along, values, style, place)
     row[1].text(seconds[-1], fmean(run[-1] for run in values), _mark(seeds))
 
