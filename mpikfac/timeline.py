@@ -79,8 +79,8 @@ def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[t
     same order.
     """
     teams = {"": "", "world": "", "column": f"{rank % columns}", "row": f"{rank // columns}"}
-    # Ranks do not wait for each other in messages to servers of either kind. The members of "group"
-    # and "peers", for split layers, are not known here, so waiting counts as 0.
+    # Ranks do not wait for each other when they exchange messages with servers of either kind. The
+    # members of "group" and "peers", for split layers, are not known here, so waiting counts as 0.
     teams |= dict.fromkeys(("curvature", "servers", "group", "peers"), f"{rank}")
     count: Counter[tuple[str, ...]] = Counter()
     for event in events:

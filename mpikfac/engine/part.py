@@ -86,7 +86,7 @@ class Part:
         return marks | _saved(self.items())
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names that a state with `names` must have to be complete."""
+        """Return the names required for a complete state, given the `names` in the state."""
         if self.MARK and self.MARK not in names:
             return set()
         return {item.name for item in self.items()}

@@ -217,7 +217,10 @@ def machine_from_json(text: str | bytes) -> Machine:
     }
     for network in values["networks"]:
         if network.precondition is None and not values.get("products"):
-            raise ValueError(f"set products, or precondition for model={network.model!r}")
+            raise ValueError(
+                f"model={network.model!r} has no time for precondition, and the machine has no "
+                f"products; set one of the two"
+            )
     return Machine(**values)
 
 

@@ -172,7 +172,7 @@ def of_arguments(arguments: Sequence[str], files: bool) -> list[OptionSource]:
 
 
 def kept_options(values: Mapping[str, Any]) -> Kept:
-    """Return stored options by key as a source."""
+    """Return a source for stored options, given as a mapping from keys to values."""
     return Kept(json.dumps(documents.nested(values)))
 
 

@@ -261,7 +261,7 @@ class Bases(Part):
         return state
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names that a state with `names` must have to be complete."""
+        """Return the names required for a complete state, given the `names` in the state."""
         complete = super().complete(names)
         if complete and DUE in names:  # all blocks of the slot, including kept ones
             turns = {DECOMPOSITIONS + b.name: f.turn for f in self.plan.factors for b in f.blocks}

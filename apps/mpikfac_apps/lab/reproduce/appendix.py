@@ -75,7 +75,7 @@ def facts(entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def head(entry: Entry) -> tuple[str, ...]:
-    """Return the heading of a result's table."""
+    """Return the column headings of a table of results."""
     return "what", "where", entry.expected, entry.found, "off", "verdict"
 
 

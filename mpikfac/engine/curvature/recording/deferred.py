@@ -120,7 +120,7 @@ class DeferredMoments(Moments):
                 self._add_stack(stacks.popitem()[1])
 
     def _add_stack(self, stack: Sequence[Waiting]) -> None:
-        """Add the moments of calls of the same form to their sums."""
+        """Add the moments of recorded calls, all of the same form, to the sums of their layers."""
         side, tensors, weight = stack[0].side, stack[0].tensors, stack[0].weight
         if len(stack) == 1:
             super()._take([side], tensors[0], tensors[-1], weight, weight)

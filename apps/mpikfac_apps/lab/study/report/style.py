@@ -116,7 +116,7 @@ def legend(figure: Figure, styles: Mapping[str, Mapping[str, Any]], columns: int
 
 
 def name_at_the_right(panel: Axes, points: Mapping[str, tuple[float, float]]) -> None:
-    """Write names at the right of a panel whose limits are final, with a thin line to each point.
+    """Write names to the right of a panel whose limits are final, with a line to each point.
 
     Args:
         points: x and y by name, in data coordinates.
