@@ -575,7 +575,7 @@ def test_what_does_not_fit_is_refused_in_a_line(comm, choices, make, said):
     if team.comm is not None:
         with pytest.raises(ValueError, match=said):
             AsyncSGD(model, make(model), team, asynchronous(**choices))
-        with pytest.raises(ValueError, match="run_parameter_server.. is for the ranks that split"):
+        with pytest.raises(ValueError, match="run_parameter_server.. is for the servers that"):
             mpikfac.lab.run_parameter_server(model, make(model), team)
     comm.Barrier()
 
