@@ -454,7 +454,7 @@ def test_a_model_that_fails_in_eval_is_one_line_under_mpi(file):
     job = launch(2, *PROGRAM, f"{file()}:training", "--input", "4")
     (line,) = [line for line in job.stderr.splitlines() if "mpikfac" in line]
     assert job.returncode == 2 and "Traceback" not in job.stderr
-    assert "in eval() with 4 examples raised RuntimeError: not in this way" in line
+    assert "in eval() mode with 4 examples raised RuntimeError: not in this way" in line
 
 
 @pytest.mark.slow

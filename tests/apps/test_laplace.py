@@ -224,7 +224,7 @@ def test_a_run_without_factors_is_measured(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"weight_decay=0.01 is a prior of precision {IMAGES * 0.01:g}" in printed
     assert "the run used label_smoothing, data.augment, but the evidence is that of the" in printed
-    assert "not their averages" in printed
+    assert "not on their averages" in printed
 
 
 # -- measures ------------------------------------------------------------------------------------

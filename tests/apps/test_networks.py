@@ -361,7 +361,7 @@ class Harm:
         (b"text", "is not a file of weights: "),
         ({"weight": Harm()}, "is not a file of weights: "),
         ({"epoch": 3}, "must contain only a state_dict, which maps names to tensors"),
-        ([torch.ones(2)], "must contain a state_dict"),
+        ([torch.ones(2)], "must contain only a state_dict"),
     ],
 )
 def test_a_file_without_weights_is_one_line_and_runs_nothing(tmp_path, capsys, content, message):
