@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from torch import Tensor, nn
 
 import mpikfac
@@ -210,7 +211,10 @@ def draw(known: Sequence[Curves]) -> None:
                     near = min(range(len(along)), key=lambda at: abs(math.log(along[at] / prior)))
                     panel.plot(prior, values[near], **marks[how] | {"markersize": 9})
             panel.set(title=f"{title}, {len(known)} seeds", xscale="log")
-            panel.set_xlabel("precision of the prior (logarithmic)")
+            ticks = [10.0**power for power in range(-2, 5)]
+            panel.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+            panel.xaxis.set_minor_locator(NullLocator())
+            panel.set_xlabel("precision of the prior")
         names = {"evidence": "prior by evidence", "held-out": "prior by held-out images"}
         shown = {names[how]: style | {"linestyle": ""} for how, style in marks.items()}
         lines = {"linearised outputs": posterior | {"marker": ""}, "weights of the run": weights}

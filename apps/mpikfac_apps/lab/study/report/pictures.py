@@ -194,9 +194,11 @@ def _three_curves(
     seconds = [fmean(run.seconds[epoch] for run in runs) for epoch in range(ends)]
     sent = [step * wire / MIB for step in runs[0].steps[:ends]] if wire else []
     for panel, along in zip(row, (runs[0].epochs[:ends], seconds, sent)):
-        if along and place is None:
+        if not along:
+            continue
+        if place is None:
             line_of_seeds(panel, along, values, style)
-        elif along and place is not None:
+        else:
             _line_with_an_end(panel, along, values, style, place)
     row[1].text(seconds[-1], fmean(run[-1] for run in values), _mark(seeds))
 
