@@ -217,7 +217,7 @@ def _check_groups(groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any])
     """Check that the parameter groups of a state agree with its hyperparameters.
 
     Raises:
-        ValueError: a hyperparameter was changed in one of them.
+        ValueError: a hyperparameter in a parameter group differs from the one in the state.
     """
     for name, value in settings_in(groups):
         stored = state.get(OF_GROUPS + name, value)

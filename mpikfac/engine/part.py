@@ -4,8 +4,8 @@ The state of a run is the union of all ranks' parts of it. The list of items det
 saves, which names a complete state has, what a rank needs from a state, and what it adopts when
 the model changes.
 
-Two methods undo work, here and in all other classes of a step: `abort_batch` drops a batch that no
-step uses, and `reset` restores the initial state.
+Two methods undo work, here and in all other classes that take part in a step: `abort_batch` drops a
+batch that no step will use, and `reset` restores the initial state.
 """
 
 from __future__ import annotations

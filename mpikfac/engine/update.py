@@ -93,7 +93,7 @@ class ByOwners(Everyone):
 
 
 class ShardOwners(ByOwners):
-    """Let each block's updater send its direction to the shards, which all ranks step.
+    """Send each block's direction from its updater to the ranks that step the block's shards.
 
     The optimizer holds the state of the rank's shards.
     """

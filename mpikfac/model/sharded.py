@@ -127,7 +127,7 @@ def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
     if local(parameter).numel() != elements:
         raise ValueError(
             f"{name} has {local(parameter).numel()} elements on this rank, but must have "
-            f"{elements}, as after torch.chunk"
+            f"{elements}, as produced by torch.chunk"
         )
     if parameter.device.type != mesh.device_type:
         raise ValueError(

@@ -209,7 +209,7 @@ def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
         (
             ("--optimizer=sgd",),
             ("--optimizer=kfac", "--kfac.momentum_of=gradients"),
-            "it contains momentum of directions (momentum=0.9), but none of gradients; continue",
+            "it contains momentum of directions (momentum=0.9), but no momentum of gradients",
         ),
     ],
 )

@@ -117,7 +117,7 @@ def test_shards_of_a_wrong_size_are_refused(mesh, rows):
     shape = {"shape": torch.Size([4, 3]), "stride": (3, 1)}
     part = DTensor.from_local(torch.ones(rows, 3), mesh, [Shard(0)], run_check=False, **shape)
     model[0].weight = nn.Parameter(part)
-    sizes = f"0.weight has {3 * rows} elements on this rank, and must have 12"
+    sizes = f"0.weight has {3 * rows} elements on this rank, but must have 12"
     with pytest.raises(UserError, match=sizes):
         mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
 

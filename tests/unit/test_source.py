@@ -116,5 +116,5 @@ def test_refusals(problem):
     curvature, examples, queries = problem
     with pytest.raises(ValueError, match="length=0.0 must be"):
         Segment(curvature, 0.0, 0.1)
-    with pytest.raises(ValueError, match=r"segments=\[\] must have at least one"):
+    with pytest.raises(ValueError, match=r"segments=\[\] must contain at least one"):
         source([], losses, examples, queries)

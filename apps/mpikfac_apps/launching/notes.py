@@ -51,7 +51,7 @@ class Output:
         self._target = target
         self._note: list[bytes] = []  # the lines of a note whose lower rule has not been read yet
         self._line = b""  # the unwritten part of the current line
-        self._begun = False  # whether a part of the current line is written
+        self._begun = False  # whether part of the current line has been written
         self._dropped = False  # whether the last output was a note
         self._waits = 0.0  # monotonic time since which a note or a part of a line waits
 

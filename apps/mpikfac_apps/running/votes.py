@@ -1,4 +1,4 @@
-"""Let ranks agree after each step: on stops, on checkpoints, and on values that are not finite."""
+"""Make the ranks agree after each step on stops, on checkpoints, and on non-finite values."""
 
 from __future__ import annotations
 

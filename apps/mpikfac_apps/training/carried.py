@@ -88,6 +88,6 @@ def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
         if now and of_group and items[name]:
             raise ValueError(
-                f"it contains momentum of directions (momentum={items[name]}), but none of "
+                f"it contains momentum of directions (momentum={items[name]}), but no momentum of "
                 f"gradients; continue with kfac.momentum_of=directions"
             )

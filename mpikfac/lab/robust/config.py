@@ -251,7 +251,7 @@ class NearMost(FactorAggregation):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NearestMajority(Aggregation):
-    """Average each factor over the examples of the ranks whose means are close to most ranks'.
+    """Average each factor over the examples of the ranks whose means are close to most others.
 
     Attributes:
         threshold: the maximum distance of an included factor from the median rank's, relative to
