@@ -244,7 +244,7 @@ class SampleSpace:
         for name in points:
             if name not in self._terms:
                 known = ", ".join(self._terms)
-                raise ValueError(f"{name!r} is not the name of a term; the terms are {known}")
+                raise ValueError(f"{name!r} is not the name of a term; use one of {known}")
         for name, replaced in points.items():
             self._terms[name] = dataclasses.replace(self._terms[name], points=replaced)
 
