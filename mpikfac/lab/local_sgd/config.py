@@ -163,7 +163,7 @@ class LocalSGD(Replicas):
         return copies.average_copies() if self.aggregation.sums else copies.combine_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes are sent: compression loses less in changes than in weights."""
+        """Return whether changes are sent: compressing them loses less than compressing weights."""
         return copies.rank.strategy.compression.gradients is not None
 
     def vectors(self, copies: PlannedCopies) -> int:

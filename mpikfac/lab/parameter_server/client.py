@@ -58,8 +58,8 @@ class AsyncSGD(Trainer):
 
     A client pushes an update (the gradient of a batch, or the sum over several batches) and fetches
     the weights. Servers apply each update, in order of arrival, with a step of an optimizer. An
-    update is stale if other clients have changed the weights in the meantime. Results depend on
-    timing.
+    update is stale if other clients have changed the weights since the client fetched them. Results
+    depend on timing.
 
         sync = mpikfac.lab.ParameterServer(servers=1)
         team = mpikfac.split_comm(comm, sync.servers)

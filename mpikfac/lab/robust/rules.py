@@ -82,7 +82,7 @@ def near_most(
 
     For each rank, consider the distance within which more than half of all ranks lie, including
     itself; the median rank is the one for which this distance is shortest. A rank is near if its
-    distance from the median rank is at most `factor` times this distance.
+    distance from the median rank is at most `factor` times this shortest distance.
 
     Args:
         ranks: a mask `[ranks]` of the ranks to consider; ranks whose vectors contain NaN or

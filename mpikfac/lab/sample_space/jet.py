@@ -1,9 +1,9 @@
 """Compute a model's values and its first and second derivatives along directions, in forward mode.
 
-A `Jet` passes through a plain torch model with `__torch_function__`: each function that the model
-calls has a rule that is applied to the value and all derivatives (the streams) at once. A linear
-layer therefore sees a point's streams as positions that share its weight, and an ordinary backward
-pass yields the derivatives with respect to the weights.
+A `Jet` passes through a plain torch model by means of `__torch_function__`: each function that the
+model calls has a rule that is applied to the value and all derivatives (the streams) at once. A
+linear layer therefore sees a point's streams as positions that share its weight, and an ordinary
+backward pass yields the derivatives with respect to the weights.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def exchanges() -> Iterator[Row]:
 
 
 def run(arguments: Sequence[str], limit: float = LIMIT) -> None:
-    """Run Python with arguments, with one thread per rank.
+    """Run Python with the given arguments and one thread per rank.
 
     Raises:
         ValueError: the program fails, or takes longer than `limit` seconds.

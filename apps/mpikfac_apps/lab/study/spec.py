@@ -234,7 +234,7 @@ def _check_predicted(ranks: Any, machine: Any) -> None:
 
 
 def _matrices(content: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each matrix, and its name in messages."""
+    """Yield the name of each matrix, for use in messages, and the matrix."""
     matrices = content if isinstance(content, list) and content else [content]
     for place, matrix in enumerate(matrices, start=1):
         name = "matrix" if matrix is content else f"matrix {place}"
