@@ -109,7 +109,7 @@ class Curvature:
             trace: records the seconds and bytes of the messages.
 
         Raises:
-            UserError: there is no complete checkpoint, or it is damaged; it does not match the
+            UserError: no complete checkpoint exists; or the checkpoint is damaged, does not match the
                 model, lacks a layer's factors, or has different weights for each rank; or the
                 factors do not cover a trained parameter that is not in `skip`.
         """

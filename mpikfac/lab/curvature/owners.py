@@ -1,4 +1,4 @@
-"""Distribute layers over ranks: each rank decomposes its layers and serves all ranks' vectors."""
+"""Distribute layers over ranks, which decompose their layers and process all ranks' vectors."""
 
 from __future__ import annotations
 

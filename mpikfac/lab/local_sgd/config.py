@@ -214,7 +214,7 @@ class DiLoCo(LocalSGD):
         fragments: the number of parts of the model; each is exchanged every `sync_every` steps.
         delay: the number of steps between sending a part and using the mean, during which the
             reduction runs in the background.
-        mixing: the weight given to the rank's own weights when a mean is used; None for
+        mixing: the coefficient of the rank's own weights when a mean is used; None for
             `2 delay / (2 delay + n)` with n replicas [DASO].
     """
 
@@ -287,7 +287,7 @@ class DASO(Replicas):
 
     Attributes:
         delay: the number of steps between sending weights and using their mean.
-        mixing: the weight given to the rank's own weights when a mean is used; None for
+        mixing: the coefficient of the rank's own weights when a mean is used; None for
             `2 delay / (2 delay + n)` with n replicas.
     """
 

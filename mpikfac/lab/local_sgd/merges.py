@@ -249,7 +249,7 @@ class Streamed(OuterStep):
         """Wait for a part's mean change, take the outer step, and mix in the rank's own weights.
 
         Args:
-            mixing: the weight given to the replica's own weights.
+            mixing: the coefficient of the replica's own weights.
         """
         _, place = self._under_way.pop(part)
         if part in self._sums and self._sends(place):

@@ -232,8 +232,8 @@ class NearMost(FactorAggregation):
     """Sum each block over the ranks whose blocks are close to most ranks' blocks.
 
     Attributes:
-        factor: the maximum distance of an included block from the median rank's, as a multiple of
-            the distance within which most ranks lie.
+        factor: the maximum distance of an included block from the median rank's block, as a
+            multiple of the distance within which most ranks lie.
     """
 
     factor: float
@@ -254,8 +254,8 @@ class NearestMajority(Aggregation):
     """Average each factor over the examples of the ranks with means close to those of most ranks.
 
     Attributes:
-        threshold: the maximum distance of an included factor from the median rank's, relative to
-            the distance within which most ranks lie.
+        threshold: the maximum distance of an included factor from the median rank's factor,
+            relative to the distance within which most ranks lie.
     """
 
     name: ClassVar[str] = "nearest-majority"

@@ -22,7 +22,7 @@ ROUNDING = 1e-6  # the error of distances, relative to the longest vector
 
 
 def median(vectors: Tensor) -> Tensor:
-    """Return each coordinate's median; for an even number of vectors, the middle two's mean."""
+    """Return each coordinate's median; of an even number of values, the mean of the middle two."""
     middle = (len(vectors) - 1) // 2
     return vectors.sort(0).values[middle : len(vectors) - middle].mean(0)
 

@@ -109,7 +109,7 @@ def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
 
 
 def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[str]:
-    """Compare the steps of variants by their means over seeds, as the table does."""
+    """Compare the step times of variants by their means over seeds, as the table does."""
     steps: dict[str, list[float | None]] = defaultdict(list)
     ratios: dict[str, list[float | None]] = defaultdict(list)
     for cell in kfac:
