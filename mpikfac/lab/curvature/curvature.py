@@ -109,8 +109,8 @@ class Curvature:
             trace: records the seconds and bytes of the messages.
 
         Raises:
-            UserError: no complete checkpoint exists; or the checkpoint is damaged, does not match the
-                model, lacks a layer's factors, or has different weights for each rank; or the
+            UserError: no complete checkpoint exists; or the checkpoint is damaged, does not match
+                the model, lacks a layer's factors, or has different weights for each rank; or the
                 factors do not cover a trained parameter that is not in `skip`.
         """
         comm = SplitComm.of(comm).trains

@@ -246,7 +246,8 @@ def _line_with_an_end(
 def scaling(all_cells: Sequence[Measured]) -> Figure | None:
     """Draw images per second, and the efficiency, by number of ranks.
 
-    The efficiency is relative to the smallest number of ranks of each variant. Bars are intervals or ranges over seeds. Numbers of ranks that share cores are shaded.
+    The efficiency is relative to the smallest number of ranks of each variant. Bars are
+    intervals or ranges over seeds. Numbers of ranks that share cores are shaded.
     """
     paces = _paces(all_cells)
     if not paces:
