@@ -466,7 +466,7 @@ def _check_trainer(trainer: KFAC) -> None:
     """Check that the trainer's factors estimate a Fisher matrix at weights shared by all ranks.
 
     Raises:
-        ValueError: the factors do not estimate it, or weights differ between ranks.
+        ValueError: the factors do not estimate one, or weights differ between ranks.
     """
     estimator, sync = trainer.estimator, trainer.plan.strategy.sync
     if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":

@@ -181,7 +181,7 @@ class OuterStep(AverageMerge):
 class Streamed(OuterStep):
     """Average parts of the model one after another in the background, and use the means later.
 
-    Each mean is mixed with the rank's weights at that time [Douillard et al. 2025].
+    When a mean is used, it is mixed with the rank's current weights [Douillard et al. 2025].
     """
 
     unites = False

@@ -178,7 +178,7 @@ class AsyncSGD(Trainer):
         self._client_comm.Free()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state by name; the first rank gets it from the servers.
+        """Return this rank's part of the state by name; servers send the first rank its part.
 
         A synchronous run can load this state, and vice versa. Staleness counts are not stored.
 

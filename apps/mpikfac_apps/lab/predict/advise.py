@@ -198,7 +198,7 @@ def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
 
 
 def of_batch(row: Row, options: AdviseOptions) -> list[str]:
-    """Return lines that apply the mini-batch lemma to a strategy, with the arithmetic."""
+    """Return lines that apply the mini-batch lemma to a strategy and show the arithmetic."""
     step, images, batch = row["mean"], row["images"], options.batch_per_rank
     parts = [f"{stage} {ms(step['stages'].get(stage, 0.0))}" for stage in growing(options)]
     least = step["overlapped"] / row["per_image"]
@@ -250,7 +250,7 @@ def words_of(preconditioner: Preconditioner) -> list[str]:
 
 
 def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:
-    """Return lines that apply the parameter-server lemma, with the arithmetic."""
+    """Return lines that apply the parameter-server lemma and show the arithmetic."""
     _, others = network_of(options).bare
     size = FLOAT32 * sum(math.prod(shape) for _, shape in others)
     network = machine.network(options.model, options.batch_per_rank)

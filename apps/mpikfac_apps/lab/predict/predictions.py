@@ -1,4 +1,4 @@
-"""Predict the steps of named strategies, one row per strategy and number of ranks, without MPI."""
+"""Predict the step times of named strategies for several numbers of ranks, without MPI."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def in_words(factor_update_steps: int, inv_update_steps: int) -> str:
 
 
 def intervals_in_words(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each pair of intervals of strategies with factors."""
+    """Return a line for each pair of intervals that strategies with factors use."""
     names: dict[str, list[str]] = {}
     for row in rows:
         if "left_out" not in row and not row["strategy"].startswith("sgd"):

@@ -41,7 +41,7 @@ def defaults() -> Iterator[Row]:
 
 
 def exchanges() -> Iterator[Row]:
-    """Yield a projection of all ranks' weights after steps with exchanges.
+    """Yield, for each exchange, a projection of all ranks' weights after training with it.
 
     Raises:
         ValueError: the ranks fail.

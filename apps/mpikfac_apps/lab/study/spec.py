@@ -94,7 +94,7 @@ class Cell:
 
     @property
     def directory(self) -> str:
-        """A name that changes with any option, so that the files in it belong only to this cell.
+        """A directory name that changes with any option, so its files belong only to this cell.
 
         Cells without K-FAC that differ only in K-FAC's settings are the same run, except for
         `kfac.inv_update_steps`, on which the intervals of the metrics depend.
