@@ -14,7 +14,7 @@ RANKS = (16, 64, 256)
 
 
 def main() -> None:
-    """Print a row for each strategy, and a column for each number of ranks."""
+    """Print a table with a row per strategy and a column per number of ranks."""
     machine = load_machine("v100-edr")
     job = Job("resnet50", batch=32, factor_update_steps=10, inv_update_steps=100)
     # mpikfac.layers.covered_shapes(model) returns the layer shapes of any model.

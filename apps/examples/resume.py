@@ -30,7 +30,7 @@ def main(directory: str) -> None:
     comm = mpikfac.world()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
-    # Each factor has one owner, so a rank stores and saves its own part of K-FAC's state.
+    # Each factor has a single owner, so each rank stores and saves only its part of the state.
     trainer = mpikfac.KFACOptimizer(model, strategy="mem-opt").trainer
 
     checkpoint = mpikfac.find_checkpoint(comm, directory)  # the newest that is not damaged, or None

@@ -83,7 +83,7 @@ class Finished:
             factors: whether the program needs the factors of the run.
 
         Raises:
-            UserError: see `locate`; or the images differ from those of the run, or are in files.
+            UserError: see `locate`; or the images differ from the run's, or are stored in files.
         """
         located: tuple[Path, Options] | None = None
         with mpikfac.comm.together(comm, f"{program} {options.path}"):
@@ -163,7 +163,7 @@ def examples(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def augmentations(run: Options) -> list[str]:
-    """Return the options with which a run changed its training images."""
+    """Return the names of the options with which a run augmented its training images."""
     data = run.data
     values = {"data.augment": data.augment, "data.mixup": data.mixup, "data.cutmix": data.cutmix}
     return [name for name, value in values.items() if value]

@@ -2,9 +2,8 @@
 
 The Kronecker factors of a layer estimate the Fisher matrix of its parameters as `G (x) A`
 [Martens & Grosse 2015], which is block-diagonal over layers. With fisher_type="empirical", they
-use the gradients for the data's labels instead, which vanish as examples are fitted. In a block's
-eigenbasis, all functions of the block are elementwise: its inverse, its roots, its log-determinant
-and samples.
+use the gradients for the data's labels instead, which vanish as examples are fitted. In its
+eigenbasis, the inverse, roots, log-determinant and samples of a block only require its eigenvalues.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class Curvature:
         directions = curvature.solve(gradients, damping=mpikfac.Damping(relative=0.1))
 
     C is block-diagonal; a layer's block is `G (x) A`, computed from the running averages of its
-    factors. C estimates the per-example Fisher matrix, averaged over examples, or the empirical
-    Fisher matrix for fisher_type="empirical", the default of trainers. The curvature of N examples
-    is N C.
+    factors. C estimates the per-example Fisher matrix, averaged over examples. For
+    fisher_type="empirical", the default of trainers, it estimates the empirical Fisher matrix.
+    The curvature of N examples is N C.
 
     Vectors are dictionaries from the names of the covered parameters to tensors, such as
     `{name: parameter.grad for name, parameter in model.named_parameters()}`. The tensors have the
@@ -96,7 +95,7 @@ class Curvature:
     ) -> Curvature:
         """Load a checkpoint's weights into the model, and return the curvature at these weights.
 
-        The number of ranks can differ from the run's; each decomposes the factors of its layers.
+        The number of ranks can differ from the run's; each rank decomposes its layers' factors.
 
         Collective over: comm.
 
@@ -110,8 +109,8 @@ class Curvature:
             trace: records the seconds and bytes of the messages.
 
         Raises:
-            UserError: there is no complete checkpoint, or it is damaged; it does not match the
-                model, lacks a layer's factors, or has different weights for each rank; or the
+            UserError: no complete checkpoint exists; or the checkpoint is damaged, does not match
+                the model, lacks a layer's factors, or has different weights for each rank; or the
                 factors do not cover a trained parameter that is not in `skip`.
         """
         comm = SplitComm.of(comm).trains
@@ -200,7 +199,7 @@ class Curvature:
 
         Raises:
             UserError: a module is in training mode; no batch of any rank calls one of the layers;
-                or see `load`.
+                see also `load`.
         """
         comm = SplitComm.of(comm).trains
         one_of("loss", loss, LOSSES)
@@ -467,7 +466,7 @@ def _check_trainer(trainer: KFAC) -> None:
     """Check that the trainer's factors estimate a Fisher matrix at weights shared by all ranks.
 
     Raises:
-        ValueError: they do not estimate one, or each rank has different weights.
+        ValueError: the factors do not estimate one, or weights differ between ranks.
     """
     estimator, sync = trainer.estimator, trainer.plan.strategy.sync
     if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":

@@ -78,7 +78,7 @@ def self_influence(
     examples: Iterable[Any],
     damping: float | Damping = USUAL,
 ) -> Tensor:
-    """Return N times how much each example lowers its own loss, `[examples]`.
+    """Return how much each example lowers its own loss, multiplied by N, `[examples]`.
 
     Mislabelled examples often have the largest values. The eigenbases of all layers are sent to
     every rank, and the examples stay on their ranks.

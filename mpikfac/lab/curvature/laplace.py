@@ -21,7 +21,7 @@ from mpikfac.lab.curvature.curvature import Curvature
 from mpikfac.lab.curvature.records import Outputs, record_columns, rotated_inputs, weighted_squares
 from mpikfac.plan import check_positive
 
-CHANGE = 1e-10  # the fixed-point iteration stops at smaller changes of the logarithm
+CHANGE = 1e-10  # the iteration stops when log(prior) changes by at most this
 FEW, MANY = 1e-10, 1e15  # beyond these prior precisions, the evidence has no maximum
 
 

@@ -163,5 +163,5 @@ def factors_of(layer: Layer, flat: Tensor) -> dict[str, list[Tensor]]:
 
 
 def values_of(layer: Layer, flat: Tensor) -> Tensor:
-    """Return a layer's eigenvalues `[groups, outputs, inputs]`, given `squares` of all ranks."""
+    """Return a layer's eigenvalues `[groups, outputs, inputs]`, given the sum of `squares`."""
     return flat[:-1].view(grouped(layer)) / flat[-1]

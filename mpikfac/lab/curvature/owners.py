@@ -1,4 +1,4 @@
-"""Distribute layers over ranks: each rank decomposes its layers and serves all ranks' vectors."""
+"""Distribute layers over ranks, which decompose their layers and process all ranks' vectors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sum_messages(sizes: Sequence[int], rank: int) -> list[Message]:
 
 
 def publish_messages(counts: Sequence[int], rank: int) -> list[Message]:
-    """Return the message that gathers on all ranks the given number of elements from each rank."""
+    """Return the message that gathers the given number of elements from each rank on all ranks."""
     if len(counts) == 1:
         return []
     spans = list(pairwise([0, *accumulate(counts)]))

@@ -60,7 +60,7 @@ class Segment:
         def response(values: Tensor) -> Tensor:
             rates = self._rates(values)
             damped = values + damping_of(self.damping, values)
-            # (1 - exp(-L q)) / q is L where q is 0, as without weight decay.
+            # (1 - exp(-L q)) / q is L where q is 0, which can happen without weight decay.
             ratio = torch.where(rates > 0, -torch.expm1(-self.length * rates) / rates, self.length)
             return ratio / damped
 
@@ -94,7 +94,7 @@ def source(
         Scores `[queries, examples]`, as returned by `influence`.
 
     Raises:
-        ValueError: `segments` is empty; or see `influence`.
+        ValueError: `segments` is empty; see also `influence`.
     """
     if not segments:
         raise ValueError("segments=[] must contain at least one segment of the training")

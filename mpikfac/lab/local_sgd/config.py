@@ -163,7 +163,7 @@ class LocalSGD(Replicas):
         return copies.average_copies() if self.aggregation.sums else copies.combine_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes are sent: compression loses less in changes than in weights."""
+        """Return whether changes are sent: compressing them loses less than compressing weights."""
         return copies.rank.strategy.compression.gradients is not None
 
     def vectors(self, copies: PlannedCopies) -> int:
@@ -214,7 +214,7 @@ class DiLoCo(LocalSGD):
         fragments: the number of parts of the model; each is exchanged every `sync_every` steps.
         delay: the number of steps between sending a part and using the mean, during which the
             reduction runs in the background.
-        mixing: the weight given to the rank's own weights when a mean is used; None for
+        mixing: the coefficient of the rank's own weights when a mean is used; None for
             `2 delay / (2 delay + n)` with n replicas [DASO].
     """
 
@@ -287,7 +287,7 @@ class DASO(Replicas):
 
     Attributes:
         delay: the number of steps between sending weights and using their mean.
-        mixing: the weight given to the rank's own weights when a mean is used; None for
+        mixing: the coefficient of the rank's own weights when a mean is used; None for
             `2 delay / (2 delay + n)` with n replicas.
     """
 

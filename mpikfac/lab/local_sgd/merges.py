@@ -181,7 +181,7 @@ class OuterStep(AverageMerge):
 class Streamed(OuterStep):
     """Average parts of the model one after another in the background, and use the means later.
 
-    Each mean is mixed with the rank's weights at that time [Douillard et al. 2025].
+    When a mean is used, it is mixed with the rank's current weights [Douillard et al. 2025].
     """
 
     unites = False
@@ -249,7 +249,7 @@ class Streamed(OuterStep):
         """Wait for a part's mean change, take the outer step, and mix in the rank's own weights.
 
         Args:
-            mixing: the weight given to the replica's own weights.
+            mixing: the coefficient of the replica's own weights.
         """
         _, place = self._under_way.pop(part)
         if part in self._sums and self._sends(place):
@@ -283,7 +283,7 @@ class Streamed(OuterStep):
         return self.plan.rank % self.copies.node == place
 
     def reset(self) -> None:
-        """Discard the state from earlier steps, and the means in flight after waiting for them.
+        """Discard the state from earlier steps and, after waiting for them, the means in flight.
 
         Collective over: world.
         """
@@ -385,7 +385,7 @@ class Leader(SeparateMerge):
             self.site.grid.exchange(self.copies.from_leader(over, root), leader.flat)
 
     def _losses(self) -> list[float]:
-        """Return the mean losses of all ranks since the last exchange.
+        """Return the mean loss of each rank since the last exchange.
 
         Raises:
             UserError: a loss or a weight is not finite.
@@ -400,7 +400,7 @@ class Leader(SeparateMerge):
         return losses
 
     def _move(self, due: Sequence[bool]) -> None:
-        """Move the replica in the buffer towards each leader, further towards those due."""
+        """Move the replica in the buffer towards each leader, by `leader_step` if it is due."""
         rule, before = self.sync, self.weights.clone()
         for leader, now, every in zip(self._leaders, due, self._every):
             share = rule.leader_step if now else rule.leader_pull / every
@@ -408,7 +408,7 @@ class Leader(SeparateMerge):
 
 
 class Elastic(SeparateMerge):
-    """Move each replica to the average of its steps and towards the mean of all averages.
+    """Move each replica to its average over steps, and towards the mean of all averages.
 
     Between exchanges, replicas are pulled towards their weights after the last exchange [Chaudhari
     et al. 2018].
@@ -433,7 +433,7 @@ class Elastic(SeparateMerge):
             arena.flat.copy_(self.copy.flat)
 
     def before_step(self) -> None:
-        """Add a multiple of the difference from the last exchange's weights to the gradients."""
+        """Add to the gradients a multiple of the difference from the last exchange's weights."""
         self.read()
         self.weights -= self.trained(self._anchor)
         self.weights *= self._pull(self.sync.gamma, self.sync.max_gamma)

@@ -24,7 +24,7 @@ class LSGD(Replicas):
     Attributes:
         replicas: who trains a replica; see `LocalSGD`.
         local_sync_every: the number of steps from one exchange with the node's leader to the next,
-                which must divide `sync_every`; None for `sync_every`.
+            which must divide `sync_every`; None for `sync_every`.
         leader_step: the fraction of the distance to a leader that an exchange covers.
         leader_pull: the total fraction of the distance that the steps between two exchanges cover.
     """

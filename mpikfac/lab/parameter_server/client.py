@@ -58,8 +58,8 @@ class AsyncSGD(Trainer):
 
     A client pushes an update (the gradient of a batch, or the sum over several batches) and fetches
     the weights. Servers apply each update, in order of arrival, with a step of an optimizer. An
-    update is stale if other clients have changed the weights in the meantime. Results depend on
-    timing.
+    update is stale if other clients have changed the weights since the client fetched them. Results
+    depend on timing.
 
         sync = mpikfac.lab.ParameterServer(servers=1)
         team = mpikfac.split_comm(comm, sync.servers)
@@ -178,7 +178,7 @@ class AsyncSGD(Trainer):
         self._client_comm.Free()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state by name; the first rank gets it from the servers.
+        """Return this rank's part of the state by name; servers send the first rank its part.
 
         A synchronous run can load this state, and vice versa. Staleness counts are not stored.
 

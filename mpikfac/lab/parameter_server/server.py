@@ -139,7 +139,7 @@ class Server:
         self._present = set(self._clients)
         self._held: set[int] = set()  # clients that wait for the end of the warm-up
         self._waiting: set[int] = set()  # clients that wait for all clients
-        self._fetched = dict.fromkeys(self._clients, 0)  # the version that each client fetched
+        self._fetched = dict.fromkeys(self._clients, 0)  # the version that each client has
         self._steps = dict.fromkeys(self._clients, -1)
         self._votes: dict[int, list[float]] = {}
         self._heard = dict.fromkeys(self._clients, time.monotonic())

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Parle(Replicas):
-    """Move each replica to the average of its steps and towards the mean of all averages.
+    """Move each replica to its average over steps, and towards the mean of all averages.
 
     Attributes:
         replicas: who trains a replica; see `LocalSGD`.
-        gamma: the strength of the pull between exchanges: each step adds `gamma` times the
-            difference from the last exchange's weights to the gradient.
+        gamma: the strength of the pull between exchanges: each step adds to the gradient
+            `gamma` times the difference from the last exchange's weights.
         rho: the strength of the pull towards the mean in the outer step at an exchange, which also
             moves the replica to its own average.
         growth: the relative growth of both strengths per exchange; in the paper, it is 1 / (2 B)
             for B batches per epoch.
         max_gamma, max_rho: the maximum values of `gamma` and `rho`.
-        alpha: the weight of earlier steps in the running average of a replica's steps.
+        alpha: the weight of earlier steps in the running average of a replica's weights.
         outer_lr: the learning rate of the outer step.
         outer_momentum: the Nesterov momentum of the outer step.
     """

@@ -132,7 +132,7 @@ class Krum(_OfSome):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CenteredClipping(Robust):
-    """Add the vectors' mean clipped difference to the last result [Karimireddy et al. 2021].
+    """Move the last result by the vectors' mean clipped difference [Karimireddy et al. 2021].
 
     Attributes:
         radius: the length to which a vector's difference from the last result is clipped.
@@ -169,7 +169,7 @@ class CenteredClipping(Robust):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Safeguard(Robust):
-    """Average the ranks whose vectors, summed over two windows, are close to most ranks' sums.
+    """Average the ranks whose vectors, summed over two windows, are close to those of most ranks.
 
     These ranks are called good [Allen-Zhu et al. 2021].
 
@@ -180,8 +180,8 @@ class Safeguard(Robust):
         floor: a distance that is always accepted, relative to the distance by which the sums of
             correct ranks drift apart in a random walk (the typical distance between two ranks'
             vectors, times the square root of the window).
-        mean_of: whether to average the ranks that were good "before" the step's vectors were
-            checked, as in the paper, or "after" it.
+        mean_of: "before": average the ranks that were good before the step's vectors were checked,
+            as in the paper. "after": average those that are good after the check.
         reset_interval: the number of steps after which both windows restart and excluded ranks are
             included again; 0 to exclude ranks permanently.
         noise_std: the standard deviation of noise that is added to the result.
@@ -232,8 +232,8 @@ class NearMost(FactorAggregation):
     """Sum each block over the ranks whose blocks are close to most ranks' blocks.
 
     Attributes:
-        factor: the maximum distance of an included block from the median rank's, as a multiple of
-            the distance within which most ranks lie.
+        factor: the maximum distance of an included block from the median rank's block, as a
+            multiple of the distance within which most ranks lie.
     """
 
     factor: float
@@ -251,11 +251,11 @@ class NearMost(FactorAggregation):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NearestMajority(Aggregation):
-    """Average each factor over the examples of the ranks whose means are close to most others.
+    """Average each factor over the examples of the ranks with means close to those of most ranks.
 
     Attributes:
-        threshold: the maximum distance of an included factor from the median rank's, relative to
-            the distance within which most ranks lie.
+        threshold: the maximum distance of an included factor from the median rank's factor,
+            relative to the distance within which most ranks lie.
     """
 
     name: ClassVar[str] = "nearest-majority"

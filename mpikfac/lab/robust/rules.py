@@ -22,7 +22,7 @@ ROUNDING = 1e-6  # the error of distances, relative to the longest vector
 
 
 def median(vectors: Tensor) -> Tensor:
-    """Return each coordinate's median; for an even number of vectors, the middle two's mean."""
+    """Return each coordinate's median; of an even number of values, the mean of the middle two."""
     middle = (len(vectors) - 1) // 2
     return vectors.sort(0).values[middle : len(vectors) - middle].mean(0)
 
@@ -82,7 +82,7 @@ def near_most(
 
     For each rank, consider the distance within which more than half of all ranks lie, including
     itself; the median rank is the one for which this distance is shortest. A rank is near if its
-    distance from the median rank is at most `factor` times this distance.
+    distance from the median rank is at most `factor` times this shortest distance.
 
     Args:
         ranks: a mask `[ranks]` of the ranks to consider; ranks whose vectors contain NaN or

@@ -32,7 +32,7 @@ class Centred(ByVector):
 
 
 class Windows(ByVector):
-    """Average the ranks whose vectors, summed over two windows, stay near most ranks' sums.
+    """Average the ranks whose vectors, summed over two windows, stay near those of most ranks.
 
     Other ranks are dropped; with `reset_interval`, they are included again after that many steps
     [Allen-Zhu et al. 2021].

@@ -1,9 +1,9 @@
 """Compute a model's values and its first and second derivatives along directions, in forward mode.
 
-A `Jet` passes through a plain torch model with `__torch_function__`: each function that the model
-calls has a rule that is applied to the value and all derivatives (the streams) at once. A linear
-layer therefore sees a point's streams as positions that share its weight, and an ordinary backward
-pass yields the derivatives with respect to the weights.
+A `Jet` passes through a plain torch model by means of `__torch_function__`: each function that the
+model calls has a rule that is applied to the value and all derivatives (the streams) at once. A
+linear layer therefore sees a point's streams as positions that share its weight, and an ordinary
+backward pass yields the derivatives with respect to the weights.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def _dimension(dim: int, ndim: int) -> int:
     """Convert a dimension of the values to the corresponding dimension of the streams.
 
     Raises:
-        NotImplementedError: it is the dimension of points.
+        NotImplementedError: the dimension is that of the points.
     """
     if not -ndim < dim < ndim or dim == 0:
         raise NotImplementedError(f"dim={dim} of a jet must be in [1, {ndim}); points cannot mix")
@@ -343,7 +343,7 @@ def _matching(x: Jet, y: Jet) -> Jet:
     """Return y after checking that it has as many directions and dimensions as x.
 
     Raises:
-        ValueError: the numbers differ.
+        ValueError: the numbers of directions or of dimensions differ.
     """
     if (x.directions, x.ndim) != (y.directions, y.ndim):
         raise ValueError(f"{x} and {y} must have equal numbers of directions and dimensions")
@@ -354,7 +354,7 @@ def _aligned(x: Jet, constant: Any) -> Any:
     """Return a constant that can be broadcast to the streams of x.
 
     Raises:
-        ValueError: it is not a number or tensor, or has more dimensions than the value of x.
+        ValueError: the constant is not a number or tensor, or has more dimensions than x.
     """
     if not isinstance(constant, Tensor | numbers.Real):
         raise ValueError(

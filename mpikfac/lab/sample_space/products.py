@@ -23,7 +23,7 @@ def chunks(rows: Rows) -> Iterator[Rows]:
 def gram(left: Sequence[Rows], right: Sequence[Rows]) -> Tensor:
     """Return the inner products of rows, `[left, right]`.
 
-    If `left` and `right` are the same sequence, only half of the products are computed.
+    If `left` and `right` are the same sequence, products below the diagonal are copied.
     """
     counts = [[len(rows[0].a) for rows in side] for side in (left, right)]
     total = left[0][0].a.new_zeros(sum(counts[0]), sum(counts[1]))

@@ -258,7 +258,7 @@ def record(
 
 
 def _empty(parameters: Parameters) -> tuple[Rows, Tensor]:
-    """Return no rows and no residuals."""
+    """Return empty rows and residuals."""
     none = torch.empty(0, dtype=F64, device=parameters.device)
     shapes = parameters.shapes
     return [Block(none.view(0, 0, i), none.view(0, 0, o)) for o, i in shapes], none

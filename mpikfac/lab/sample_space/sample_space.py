@@ -285,10 +285,10 @@ class SampleSpace:
             raise
 
     def _check_rows(self, rows: int) -> None:
-        """Check that there are at most `most_residuals` equations, for the memory of rank 0.
+        """Check that there are at most `most_residuals` equations, to bound rank 0's memory.
 
         Raises:
-            UserError: there are more.
+            UserError: there are more equations.
         """
         if rows > self.most_residuals:
             raise UserError(
@@ -437,7 +437,7 @@ class SampleSpace:
     ) -> Trial:
         """Return the best trial of the given lengths, or `start` if none has a lower loss.
 
-        The parameters are left at those of the last trial.
+        Afterwards, the parameters are those of the last trial.
 
         Collective over: comm.
         """
@@ -520,7 +520,7 @@ def solve(
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return the scalars of a `Solution` with the coefficients of all rows, and the factor.
 
-    While rounding makes the damped matrix indefinite, the damping is multiplied by 10.
+    As long as rounding makes the damped matrix indefinite, the damping is multiplied by 10.
 
     Args:
         products: `J J^T`.

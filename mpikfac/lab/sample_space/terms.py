@@ -90,7 +90,7 @@ class Term:
     def check_alike(self, model: nn.Module, first: Tensor, parameters: Sequence[Tensor]) -> None:
         """Check that residuals `[points, points]` are equations, not a broadcasting mistake.
 
-        Equations depend on the parameters in different ways, and a single point has all of them.
+        The gradients of different equations differ, and a single point still has all equations.
 
         Args:
             first: the residuals of the first point.

@@ -63,7 +63,8 @@ class SplitForward:
     def watch(self, x: Tensor, output: Tensor) -> tuple[Tensor, Callable[[Hook], object]]:
         """Return the rank's examples of the input, and a function that registers gradient hooks.
 
-        Collective over: group, if the input is a slice, and in the backward pass if the output is.
+        Collective over: group, if the input is a slice, and in the backward pass if the output is a
+        slice.
         """
 
         def on_gradient(hook: Hook) -> None:

@@ -1,1 +1,1 @@
-"""Differential equations that a network solves, with known solutions and several optimizers."""
+"""Solve differential equations with known solutions, using a network and several optimizers."""

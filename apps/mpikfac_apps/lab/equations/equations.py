@@ -95,7 +95,7 @@ def solve(
     progress: Callable[[int], None] = lambda _: None,
     lines: int = LINES,
 ) -> Iterator[Solved]:
-    """Yield the progress at equal intervals of the time, including its end.
+    """Yield the progress `lines` times, at equal intervals of CPU time up to `seconds`.
 
     Collective over: comm.
 

@@ -1,4 +1,4 @@
-"""Optimizers for a task by name, each as a function that takes a step."""
+"""Create optimizers for a task by name, each as a function that takes a step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def stepper(name: str, task: EquationTask, rate: float | None, comm: mpikfac.com
     Collective over: comm.
 
     Raises:
-        ValueError: there are several ranks, but the optimizer runs on one; or the optimizer has no
-            learning rate, but `rate` is set.
+        ValueError: there are several ranks, but the optimizer supports only one; or `rate` is set,
+            but the optimizer has no learning rate.
     """
     if name == "sample-space":
         if rate is not None:
@@ -114,7 +114,7 @@ def soap(task: EquationTask, rate: float) -> Step:
 
 
 def kfac(task: EquationTask, rate: float) -> Step:
-    """Return the step function of K-FAC; the factors come from passes of the network itself."""
+    """Return the step function of K-FAC, whose factors come from ordinary passes, not from jets."""
     optimizer = mpikfac.KFACOptimizer(with_coefficients(task), lr=rate)
     return first_order(optimizer, task, by_passes)
 

@@ -41,9 +41,9 @@ class Equation:
     Attributes:
         text: the equation as text.
         exact: the solution, from points `[points, 2]` to `[points]`.
-        residual: returns the residual of a function at points, given any unknown coefficients.
+        residual: returns the residual of a function at points, given the unknown coefficients.
         sides: the sides with given values, each as an axis and the constant coordinate along it.
-        weight: the weight of squared residuals; that of given values is 1.
+        weight: the weight of the equation's squared residuals; the weight of given values is 1.
         coefficients: the exact values of unknown coefficients.
         inside: the number of given values inside the square.
     """
@@ -94,7 +94,7 @@ def front(p: Tensor) -> Tensor:
 
 
 def of_inverse(u: Function, p: Tensor, coefficients: Tensor) -> Tensor:
-    """Return the residual of -a u_xx - b u_yy = f, with f of (a, b) = (0.5, 2)."""
+    """Return the residual of -a u_xx - b u_yy = f, where f is computed for (a, b) = (0.5, 2)."""
     return u.second @ coefficients + PI**2 * (8.5 * waves(p, 1, 2) + 2 * waves(p, 2, 1))
 
 

@@ -44,7 +44,7 @@ def by_passes(model: nn.Module, points: Tensor) -> Function:
 
 
 class EquationTask:
-    """A network that has to solve an equation, in float64.
+    """A network in float64 that is trained to solve an equation.
 
     Args:
         points: the number of points at which the equation has to hold, on all ranks.
@@ -131,7 +131,7 @@ def network(width: int, generator: torch.Generator) -> nn.Sequential:
 
 
 def given_points(equation: Equation, count: int, generator: torch.Generator) -> Tensor:
-    """Return the points with given values: about `count` on the sides, and any inside."""
+    """Return the points with given values: about `count` on the sides, and those inside."""
     parts = [
         torch.rand(max(1, count // len(equation.sides)), 2, generator=generator)
         for _ in equation.sides

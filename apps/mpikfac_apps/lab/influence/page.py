@@ -47,12 +47,12 @@ class Query(NamedTuple):
 def page(found: Influence, images: Tensor, head: str, top: int) -> str:
     """Return an HTML page with the largest scores for each query, and the largest self-influence.
 
-    Images with neither one nor three channels are shown only by number, label and score.
+    For images with neither one nor three channels, only number, label and score are shown.
 
     Args:
         images: all training images, bytes `[n, channels, h, w]`; the largest byte is white.
         head: a line that describes the scores.
-        top: the number of training images on each side of a query.
+        top: how many helpful, and how many harmful, training images to show for each query.
     """
     white = max(1, int(images.max()))
 

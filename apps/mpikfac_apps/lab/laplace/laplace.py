@@ -1,4 +1,4 @@
-"""Evaluate a network with uncertain weights: its calibration, and how it treats foreign images.
+"""Evaluate a network with uncertain weights: calibration and detection of foreign images.
 
     mpikfac laplace runs/a --measure
     mpirun -n 4 mpikfac laplace runs/a --weights last --prior evidence
@@ -47,7 +47,7 @@ from mpikfac_apps.training.batches import parts, share
 from mpikfac_apps.training.parts.problem import Problem
 
 PERMUTED = "permuted"
-PENALTIES = ("sgd", "lars")  # optimizers whose weight decay is a penalty of the loss
+PENALTIES = ("sgd", "lars")  # optimizers whose weight decay is a penalty term of the loss
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,7 +153,8 @@ def foreign_images(problem: Problem, images: Tensor, options: LaplaceOptions) ->
         images: the rank's part of the test images, without held-out ones.
 
     Raises:
-        ValueError: they have another shape, or a file would be executed without `options.trust`.
+        ValueError: foreign images have a different shape, or a file would be executed without
+            `options.trust`.
     """
     if options.ood == PERMUTED:
         generator = torch.Generator("cpu").manual_seed(options.seed)
@@ -175,12 +176,12 @@ def foreign_images(problem: Problem, images: Tensor, options: LaplaceOptions) ->
 def curvature_of(
     finished: Finished, options: LaplaceOptions, progress: Callable[[], None]
 ) -> tuple[mpikfac.lab.Curvature, list[str]]:
-    """Return the curvature of the weights with a posterior, and lines about it.
+    """Return the curvature for the weights that have a posterior, and lines that describe it.
 
     Collective over: comm of the run's problem.
 
     Raises:
-        UserError: no factors cover the last layer, or the checkpoint has none.
+        UserError: no factors cover the last layer, or the checkpoint contains no factors.
     """
     problem, model, path = finished.problem, finished.model, finished.path
     comm, covered = problem.comm, coverage(problem.options.kfac, problem.network.covers)

@@ -11,7 +11,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
-    """Return the mean of `-log p` of the labels, in nats.
+    """Return the mean negative log-probability of the labels, in nats.
 
     Args:
         probabilities: `[images, classes]`.
@@ -33,7 +33,7 @@ def calibration_error(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def brier_score(probabilities: Tensor, labels: Tensor) -> float:
-    """Return the mean squared distance from the labels' unit vectors, from 0 to 2."""
+    """Return the mean squared distance from the one-hot labels, which is between 0 and 2."""
     units = F.one_hot(labels, probabilities.shape[1])
     return (probabilities.double() - units).square().sum(1).mean().item()
 

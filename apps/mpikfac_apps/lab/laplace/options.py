@@ -37,8 +37,8 @@ class LaplaceOptions:
     Args:
         path: the directory of a run, whose newest checkpoint is used, or of a checkpoint inside the
             directory of a run.
-        weights: the weights with a posterior: "all" that factors cover, or those of the "last"
-            layer; all others are fixed.
+        weights: the weights that have a posterior: "all" for all that factors cover, or "last" for
+            those of the last layer; the others are fixed.
         prior: the precision of the prior. "evidence": maximises the evidence of the training
             images; "heldout": minimises the loss on every second test image; or a number.
         samples: the number of sampled weights whose predictions are averaged; 0 for none.

@@ -139,7 +139,7 @@ class Posterior:
         return Predictions(test, ood, torch.cat([labels for *_, labels in gathered]))
 
     def _log_likelihood(self) -> float:
-        """Return the log-likelihood of all training images, without augmentation and smoothing."""
+        """Return the log-likelihood of all training images, without augmentation or smoothing."""
         comm, total = self.problem.comm, 0.0
         with torch.no_grad():
             own = share(*examples(self.problem), comm.rank, comm.size)
@@ -179,7 +179,7 @@ class Posterior:
         return announced(self.problem.comm, doing, images.split(PASS), PASS, len(images))
 
     def _linear_probabilities(self, images: Tensor, priors: Sequence[float]) -> Tensor:
-        """Return probabilities of linearised outputs, `[priors, images, classes]`."""
+        """Return class probabilities from linearised outputs, `[priors, images, classes]`."""
         batch = images, self.labels[:0]
         outputs = outputs_of(self.problem, self.progress)
         variances = mpikfac.lab.output_variances(
@@ -189,7 +189,7 @@ class Posterior:
             return mpikfac.lab.probit(self._outputs(images).double(), variances)
 
     def _sampled(self, images: Tensor, prior: float, options: LaplaceOptions) -> Tensor:
-        """Return probabilities, averaged over sampled weights."""
+        """Return class probabilities, averaged over sampled weights."""
         moved = options.weights == "all"  # changes the inputs of normalisation layers
         statistics = list(self._statistics()) if moved else []
         generator = torch.Generator("cpu").manual_seed(options.seed)
@@ -203,7 +203,7 @@ class Posterior:
         ).mean(0)
 
     def _statistics(self) -> Iterator[Tensor]:
-        """Yield inputs of a sample of training images, the same on all ranks."""
+        """Yield the inputs of a random sample of training images, the same on all ranks."""
         return map(self.problem.normalise, self.problem.batches.sample(STATISTICS, PASS))
 
     def _outputs(self, images: Tensor) -> Tensor:

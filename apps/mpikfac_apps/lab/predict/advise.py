@@ -86,7 +86,7 @@ def images_to_cover(messages: float, per_image: float) -> int:
 
 
 def servers_to_hide(size: float, clients: int, bandwidth: float, computing: float) -> int:
-    """Return the minimum number of servers with which the clients' computing time hides messages.
+    """Return the minimum number of servers for which the clients' computing time hides messages.
 
     Every client pushes gradients and fetches weights, `size` bytes each, in equal parts to and from
     all servers. A server moves `bandwidth` bytes per second.
@@ -98,8 +98,8 @@ def efficient(steps: Mapping[int, float], least: float) -> int:
     """Return the largest number of ranks whose efficiency is at least `least`.
 
     The efficiency is the step time of a single rank divided by that of all ranks, with the same
-    number of images per rank. This is the fraction that remains of a single rank's images per
-    second.
+    number of images per rank. In other words, it is the fraction of a single rank's throughput that
+    each rank retains.
 
     Args:
         steps: the time of a step, in seconds, by number of ranks, including a single rank.
@@ -108,20 +108,23 @@ def efficient(steps: Mapping[int, float], least: float) -> int:
 
 
 def growing(options: AdviseOptions) -> tuple[str, ...]:
-    """Return the stages whose time grows with the batch; that of gradient factors does not."""
+    """Return the stages whose time grows with the batch.
+
+    The time for the factors of gradients does not depend on the batch.
+    """
     chosen = options.preconditioner
     of_gradient = chosen is not None and chosen.form.of == "gradient"
     return PASSES if of_gradient else (*PASSES, "statistics")
 
 
 def overlap_choices(options: AdviseOptions) -> list[AdviseOptions]:
-    """Return the options with and without overlap, or only as given if they set it."""
+    """Return the options with and without overlap, or only the given ones if they set it."""
     values = [options.given[OVERLAP]] if OVERLAP in options.given else [True, False]
     return [replace(options, given={**options.given, OVERLAP: value}) for value in values]
 
 
 def needs(row: Row, options: AdviseOptions) -> Row:
-    """Return the computing time per image and the number of images needed, for a predicted row."""
+    """Return a row's computing time per image, and how many images cover its messages."""
     if "left_out" in row:
         return {}
     stages = row["mean"]["stages"]
@@ -143,8 +146,8 @@ def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine
 def best(rows: Sequence[Row]) -> Row:
     """Return the fastest strategy.
 
-    Strategies that compute the results of a single process are preferred to those with a different
-    estimator or with only an upper bound as prediction, and the latter to training without K-FAC.
+    Strategies that compute the results of a single process come first, then those with a different
+    estimator or with only an upper bound as prediction, and finally training without K-FAC.
     """
     candidates = [row for row in rows if "left_out" not in row]
     rank = min(_place(row["strategy"]) for row in candidates)
@@ -195,7 +198,7 @@ def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
 
 
 def of_batch(row: Row, options: AdviseOptions) -> list[str]:
-    """Return lines that apply the mini-batch lemma to a strategy, with the arithmetic."""
+    """Return lines that apply the mini-batch lemma to a strategy and show the arithmetic."""
     step, images, batch = row["mean"], row["images"], options.batch_per_rank
     parts = [f"{stage} {ms(step['stages'].get(stage, 0.0))}" for stage in growing(options)]
     least = step["overlapped"] / row["per_image"]
@@ -247,7 +250,7 @@ def words_of(preconditioner: Preconditioner) -> list[str]:
 
 
 def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:
-    """Return lines that apply the parameter-server lemma, with the arithmetic."""
+    """Return lines that apply the parameter-server lemma and show the arithmetic."""
     _, others = network_of(options).bare
     size = FLOAT32 * sum(math.prod(shape) for _, shape in others)
     network = machine.network(options.model, options.batch_per_rank)
@@ -267,7 +270,7 @@ def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Mach
 
 
 def of_rate(row: Row, options: AdviseOptions) -> list[str]:
-    """Return lines with the learning rates for the batch of all ranks, according to both rules."""
+    """Return lines with the learning rates for the global batch, by both scaling rules."""
     ranks, images = row["ranks"], max(row["images"], options.batch_per_rank)
     return [
         f"Learning rate for {number(ranks * images, 'image')}, instead of {images} on one rank",
@@ -279,13 +282,13 @@ def of_rate(row: Row, options: AdviseOptions) -> list[str]:
 def of_ranks(
     rows: Sequence[Row], options: AdviseOptions, machine: mpikfac.predict.Machine
 ) -> list[str]:
-    """Return the efficiency of a strategy on 1, 2, 4 ... ranks, and the largest efficient number.
+    """Return a strategy's efficiency on 1, 2, 4 ... ranks, and the largest efficient number.
 
     The strategy is the best one on the largest number of ranks, without choices that the search has
     changed, because these apply to a single number of ranks.
 
     Raises:
-        ValueError: a single rank does not support the strategy or a choice of the options.
+        ValueError: the strategy, or one of the chosen options, cannot be used on a single rank.
     """
     assert options.efficiency, "it is set"
     named = [row for row in rows if "left_out" not in row and not row.get("change")]
@@ -312,12 +315,12 @@ def of_ranks(
 
 
 def blocking(row: Row) -> float:
-    """Return the time of blocking messages in a mean step, in seconds."""
+    """Return the time of blocking messages per step, averaged over steps, in seconds."""
     step = row["mean"]
     sent = (step["stages"].get(stage, 0.0) for stage in mpikfac.trace.COMMUNICATION)
     return max(0.0, sum(sent) - step["overlapped"])
 
 
 def ms(seconds: float, digits: int = 1) -> str:
-    """Return seconds in milliseconds."""
+    """Format seconds as milliseconds."""
     return f"{1e3 * seconds:,.{digits}f}"

@@ -152,7 +152,7 @@ def measured(
 
 
 def groups(comm: mpikfac.comm.Comm) -> Iterator[tuple[int, int]]:
-    """Yield the sizes of communicators and the distances between members, for rows and columns."""
+    """Yield, for rows and columns, the size of communicators and the distance between members."""
     for size in mpikfac.plan.divisors(comm.size)[1:]:
         for distance in sorted({1, comm.size // size}):
             yield size, distance
@@ -311,7 +311,7 @@ def ladder(
 
 
 def squared(matrix: Tensor) -> Tensor:
-    """Return the product of a matrix with itself, computed by the library."""
+    """Return the product of a matrix with itself, computed by mpikfac."""
     return mpikfac.numerics.product(matrix, matrix)
 
 

@@ -1,4 +1,4 @@
-"""Predict the steps of named strategies, one row per strategy and number of ranks, without MPI."""
+"""Predict the step times of named strategies for several numbers of ranks, without MPI."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Parameters = Sequence[tuple[str, tuple[int, ...]]]
 
 
 def predictions(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[Row]:
-    """Return a row for each strategy and number of ranks, or the reason why it has no prediction.
+    """Return, for each strategy and number of ranks, a prediction or the reason why there is none.
 
     Raises:
         ValueError: no strategy can be predicted.
@@ -123,7 +123,7 @@ class NetworkShapes:
         bare: the layer shapes for training without K-FAC.
         parameters: the block and the shape of every trained parameter, with K-FAC.
         bare_parameters: the same without K-FAC.
-        calls: the calls of the covered layers in a pass on a rank.
+        calls: the calls of the covered layers in a pass over a rank's batch.
     """
 
     covered: Shapes
@@ -185,7 +185,7 @@ def foreseen_of(
 
 
 def chosen(options: PredictionOptions, name: str, ranks: int) -> StrategyOptions:
-    """Return a named strategy with the choices that replace its own.
+    """Return a named strategy after replacing the choices that the options set.
 
     Raises:
         ValueError: the strategy has no such choice, or choices cannot be combined.
@@ -229,7 +229,7 @@ def in_words(factor_update_steps: int, inv_update_steps: int) -> str:
 
 
 def intervals_in_words(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each pair of intervals of strategies with factors."""
+    """Return a line for each pair of intervals that strategies with factors use."""
     names: dict[str, list[str]] = {}
     for row in rows:
         if "left_out" not in row and not row["strategy"].startswith("sgd"):

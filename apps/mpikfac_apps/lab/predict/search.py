@@ -130,7 +130,7 @@ def changed(options: Options, change: Mapping[str, Any]) -> Options:
 
 
 def alike(name: str) -> bool:
-    """Return whether a strategy gives the same results as one process with the joint batch."""
+    """Return whether a strategy gives the same results as a single process with the joint batch."""
     way = mpikfac.plan.NAMED.get(name)
     return way is not None and way.same and way.strategy.refresh == mpikfac.Refresh()
 
@@ -161,9 +161,9 @@ def changes(
 
 
 def at_intervals(row: Row, options: PredictionOptions) -> Iterator[Row]:
-    """Yield the costs of a variant and, with the requested compression, those at other intervals.
+    """Yield the costs of a variant, also at other intervals if its compression is as requested.
 
-    A variant without a prediction has no costs.
+    Nothing is yielded for a variant without a prediction.
     """
     if "left_out" in row:
         return
@@ -251,7 +251,8 @@ def cells(row: Row) -> tuple[str, ...]:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the best choices by MiB sent and milliseconds, with a panel per number of ranks.
 
-    The area of a marker grows linearly with the memory. Choices with other results are hollow.
+    The area of a marker grows linearly with the memory. Markers are hollow for
+    choices whose results differ from those requested.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

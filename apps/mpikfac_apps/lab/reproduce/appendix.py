@@ -94,7 +94,7 @@ def deviation(entry: Entry, row: Row) -> str:
 
 
 def digits(entry: Entry, number: float) -> str:
-    """Format a number with as many decimals as points have, or as the tolerance requires."""
+    """Format a number with enough decimals to show deviations as small as the tolerance."""
     decimals = places(entry)
     if not entry.points:
         decimals = max(0, decimals + 2 - exponent(number))
@@ -105,7 +105,7 @@ def digits(entry: Entry, number: float) -> str:
 def places(entry: Entry) -> int:
     """Return the number of decimals with which deviations are shown.
 
-    They show one digit more than the leading digit of a tolerance below 10.
+    This is one decimal more than the leading digit of the tolerance needs; 0 if it is 10 or more.
     """
     return max(0, 1 - exponent(entry.tolerance * (1 if entry.points else 100)))
 

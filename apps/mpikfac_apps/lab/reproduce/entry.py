@@ -69,13 +69,14 @@ class Entry:
         paper: the short name of the paper in docs/reference/references.md, preceded by "method of"
             if the values are not the paper's.
         source: the table, figure or formula with the expected values.
-        found: how `rows` finds its values. "recorded": in the results of `anew`, which takes hours.
+        found: how `rows` finds its values. "recorded": in the results of an earlier run of `anew`,
+            which takes hours.
         how: a continuation of `found`: the machine model, the ranks and threads, or the date.
         tolerance: the largest deviation of a row without a `miss`.
         why: the reason for the tolerance.
         seconds: the time that `mpikfac reproduce` takes on two idle cores.
         rows: computes the rows, in less than a minute.
-        data: the data set that is read.
+        data: the data set that `rows` reads.
         anew: how to repeat the recorded measurements.
         expected: the source of the expected values, as the title of their column.
         points: whether rows are percentages, whose deviation is a difference in points; otherwise,

@@ -148,7 +148,7 @@ def sc20_steps() -> Iterator[Row]:
 
 
 def step_row(what: str, ranks: int, epochs: int, epoch: float, predicted: float, miss: str) -> Row:
-    """Return a row in ms of a step, from the seconds of an epoch and the predicted seconds."""
+    """Return a row of ms per step, from published seconds per epoch and predicted ones per step."""
     published = epoch * 32 * ranks / IMAGES
     where = f"{ranks} GPUs, {epochs} epochs"
     return Row(f"ms of a step, {what}", where, 1e3 * published, 1e3 * predicted, miss)
@@ -168,7 +168,7 @@ def steps_of(
 
 
 def smpi_collectives() -> Iterator[Row]:
-    """Yield the times of collectives on simulated hosts in milliseconds."""
+    """Yield the times, in milliseconds, of collectives on simulated hosts."""
     values = record("collectives.json")
     level = Level(values["latency"], values["bandwidth"] / values["divided_by"])
     machine = Machine("simulated hosts", level, (), {})

@@ -54,8 +54,8 @@ def found(entry: Entry, alone: bool) -> Reproduced:
     """Return the rows of an entry, or the reason why they cannot be computed here.
 
     Raises:
-        ValueError: the rows cannot be computed, and no other entry remains.
-        OSError: a file is missing, and no other entry remains.
+        ValueError: the rows cannot be computed, and `alone` is set.
+        OSError: a file is missing, and `alone` is set.
     """
     start = time.monotonic()
     try:

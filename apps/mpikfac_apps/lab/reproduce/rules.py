@@ -102,7 +102,7 @@ def lsgd(
     """Return the weights of all ranks after each step of LSGD [Teng et al. 2019].
 
     With `copies`, neighbouring ranks train a copy together, and the sum of their losses decides who
-    leads. Losses are summed since the last change of a leader.
+    leads. Losses are summed over the steps since leaders were last chosen.
     """
     every = every or rule.sync_every
     losses = [quadratic(rank) for rank in range(ranks)]
@@ -138,8 +138,8 @@ def parle(
 ) -> list[Weights]:
     """Return the weights of all ranks after each step of Parle [Chaudhari et al. 2018].
 
-    Both pulls grow with each exchange, the current one included; in the authors' program, they
-    never exceed 1 and 10. With `copies`, neighbouring ranks train a copy together.
+    Both pulls grow with each exchange, the current one included, up to maxima, which are 1 and 10
+    in the authors' program. With `copies`, neighbouring ranks train a copy together.
     """
     every = rule.sync_every
     y, v, found = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE)), []
@@ -183,7 +183,7 @@ def streaming_diloco(
 ) -> list[Weights]:
     """Return the weights of all ranks after each step of Streaming DiLoCo.
 
-    There are two parts: one with all weights, one with the votes alone [Douillard et al. 2025].
+    There are two parts: one with all weights, and one with only the votes [Douillard et al. 2025].
     """
     w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
     before, outer, found = w[0].copy(), np.zeros(SIZE), []

@@ -14,7 +14,7 @@ class Reproduced(NamedTuple):
     """An entry and its rows.
 
     Attributes:
-        seconds: the time in which the rows were computed.
+        seconds: the time taken to compute the rows.
         refusal: why the rows could not be computed here; "" if they could.
     """
 

@@ -41,7 +41,7 @@ def defaults() -> Iterator[Row]:
 
 
 def exchanges() -> Iterator[Row]:
-    """Yield a projection of all ranks' weights after steps with exchanges.
+    """Yield, for each exchange, a projection of all ranks' weights after training with it.
 
     Raises:
         ValueError: the ranks fail.
@@ -58,7 +58,7 @@ def exchanges() -> Iterator[Row]:
 
 
 def run(arguments: Sequence[str], limit: float = LIMIT) -> None:
-    """Run Python with arguments, with one thread per rank.
+    """Run Python with the given arguments and one thread per rank.
 
     Raises:
         ValueError: the program fails, or takes longer than `limit` seconds.

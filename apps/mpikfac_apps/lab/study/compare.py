@@ -2,7 +2,7 @@
 
     mpikfac compare runs/a runs/b --target 0.97 --figure curves.svg --table table.tex
 
-Seconds include only training steps, not evaluation and checkpoints. Runs that differ only in the
+Seconds include only training steps, not evaluations or checkpoints. Runs that differ only in the
 seed are treated as one variant.
 """
 

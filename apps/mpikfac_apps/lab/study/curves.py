@@ -112,7 +112,7 @@ def curve(rows: Collection[Mapping[str, Any]], measure: Measure) -> Curve:
 
 
 def measure_of(rows: Iterable[Mapping[str, Any]]) -> Measure:
-    """Return a run's measure, given its lines; accuracy before the first epoch has ended."""
+    """Return a run's measure, given its lines, or accuracy if no epoch has ended yet."""
     keys = {key for row in rows for key in row}
     return next(
         (measure for measure in MEASURES.values() if measure.key in keys), MEASURES["accuracy"]

@@ -161,7 +161,8 @@ def _job(words: list[str], output: Path, watch: Callable[[], None], mark: Mappin
                     stdout=subprocess.PIPE if queued else file,
                     stderr=file,
                     text=True,
-                    start_new_session=queued,  # or Ctrl-C ends sbatch before it prints a number
+                    # Ctrl-C must not end sbatch before it prints the number that `_end` reads.
+                    start_new_session=queued,
                 )
             on_exit.enter_context(job)
             while (code := _ended(job)) is None:
@@ -215,7 +216,7 @@ def _end(job: subprocess.Popen[str]) -> None:
 
 
 def _end_left(cells: Path) -> None:
-    """End the remaining processes of jobs in `cells`, whose launcher or study was killed.
+    """End the processes left by jobs in `cells` whose launcher or study was killed.
 
     Raises:
         ValueError: a process does not end.

@@ -48,7 +48,7 @@ class Measure:
         return self.worst((math.floor(thousandths), math.ceil(thousandths))) / 1000
 
     def limits(self, middles: Sequence[float]) -> tuple[float, float]:
-        """Return the ends of an axis for runs with these values in the middle of the run."""
+        """Return the ends of an axis, given each run's value halfway through training."""
         best, worst = self.scale * self.perfect, self.scale * self.worst(middles)
         low, high = sorted((best + (best - worst) / 100, worst + (worst - best) / 10))
         return low, high

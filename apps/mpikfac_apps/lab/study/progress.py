@@ -13,7 +13,7 @@ from mpikfac import files
 from mpikfac_apps.lab.study import jobs
 from mpikfac_apps.lab.study.spec import Cell
 
-TAIL = 4096  # bytes at the end of metrics.jsonl; a line has about 200
+TAIL = 4096  # bytes to read at the end of metrics.jsonl; a line has about 200 bytes
 LINE_EVERY = 60.0  # seconds between two lines of progress in a log
 CLEAR = "\r\033[K"  # move to the start of a terminal's line, and clear it
 

@@ -89,8 +89,8 @@ class Measured:
         step_seconds: the mean seconds per step in each interval between two lines of metrics.
         communication: the fraction of the time in collectives, including waiting; None if it was
             not measured.
-        stages: means over the traced steps, by rank and stage; empty without a trace of whole
-            intervals between two refreshes.
+        stages: means over the traced steps, by rank and stage; empty without a trace that covers
+            whole intervals between refreshes.
         traced_seconds: the time of a traced step, averaged over steps and ranks; None without a
             trace.
         counted: the bytes that a rank passed to MPI in a traced step, averaged over ranks; None
@@ -240,7 +240,7 @@ def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _counted(means: Mapping[str, Any], interval: int) -> float | None:
-    """Return the bytes per traced step; None unless the trace has whole intervals and messages."""
+    """Return the bytes per traced step; None if the trace cuts an interval or a message."""
     ranks = means.get("ranks", ())
     # Overlapped messages cross the edges of traced steps.
     beside = (

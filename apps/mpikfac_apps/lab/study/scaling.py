@@ -104,7 +104,7 @@ def _order(steps: Steps) -> tuple[int, float]:
 
 
 def efficient_batches(steps: Sequence[Steps]) -> dict[str, int]:
-    """Return, by kind, the largest batch that needs at most twice the images of the best batch.
+    """Return, by kind, the largest batch that needs at most twice as many images as the best batch.
 
     This is the critical batch of [McCandlish et al. 2018]. Kinds with a single batch are left out.
     """
@@ -180,7 +180,7 @@ def distributed(cell: Cell, strategy: str) -> Options:
 
 
 def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> float:
-    """Return the predicted time of a mean step, in seconds.
+    """Return the predicted time per step, averaged over steps, in seconds.
 
     Raises:
         ValueError: the options are invalid for the number of ranks, or the machine has no times.

@@ -19,7 +19,7 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 NORMAL = 1.959964  # Student's t for infinitely many degrees of freedom
 OF_A_RUN = {"seed", "run_dir", "resume"}
 """Options that differ between the seeds of a variant."""
-NAMED = 4  # variants that a sentence names; more are counted
+NAMED = 4  # maximum number of variants that a sentence names; more are only counted
 LEAST = 3
 """The minimum number of seeds for an interval: with two, it would be 13 times the range."""
 
@@ -74,7 +74,7 @@ class SeedMean:
 
     @property
     def spread(self) -> str:
-        """The name of what `ends` are the ends of, in the plural."""
+        """A plural name for what `ends` delimit: ranges or intervals."""
         return "ranges of seeds" if self.half is None else "95 % intervals over seeds"
 
     def text(self, show: Callable[[float], str]) -> str:
@@ -116,7 +116,7 @@ def student(freedom: int) -> float:
 
 
 def leaders(means: Mapping[str, SeedMean]) -> list[str]:
-    """Return the name of the lowest mean, and those whose intervals over seeds overlap its own.
+    """Return the names of the lowest mean and of those whose intervals overlap with its interval.
 
     Names are sorted by mean. Single runs overlap only if they are equal.
     """
@@ -128,7 +128,7 @@ def leaders(means: Mapping[str, SeedMean]) -> list[str]:
 
 
 def doubt(means: Mapping[str, SeedMean]) -> str:
-    """Return a sentence about means that seeds do not tell from the lowest; "" without any."""
+    """Return a sentence about means that may equal the lowest one; "" if there are none."""
     lowest, *near = leaders(means)
     if not near:
         return ""
@@ -154,7 +154,7 @@ def by_seed(runs: Iterable[Path]) -> list[list[Path]]:
 
 
 def _options(run: Path) -> tuple[str, str]:
-    """Return the options of a run that seeds share, with the number of ranks, and the seed."""
+    """Return a run's options, with the number of ranks but without the seed, and the seed."""
     try:
         content = loaded(files.read_text(run / "config.yaml"))
         about = files.read_json(run / "environment.json")

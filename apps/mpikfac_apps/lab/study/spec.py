@@ -94,7 +94,7 @@ class Cell:
 
     @property
     def directory(self) -> str:
-        """A name that changes with any option, so that the files in it belong only to this cell.
+        """A directory name that changes with any option, so its files belong only to this cell.
 
         Cells without K-FAC that differ only in K-FAC's settings are the same run, except for
         `kfac.inv_update_steps`, on which the intervals of the metrics depend.
@@ -234,7 +234,7 @@ def _check_predicted(ranks: Any, machine: Any) -> None:
 
 
 def _matrices(content: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each matrix, and its name in messages."""
+    """Yield the name of each matrix, for use in messages, and the matrix."""
     matrices = content if isinstance(content, list) and content else [content]
     for place, matrix in enumerate(matrices, start=1):
         name = "matrix" if matrix is content else f"matrix {place}"

@@ -109,7 +109,7 @@ def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
 
 
 def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[str]:
-    """Compare the steps of variants by their means over seeds, as the table does."""
+    """Compare the step times of variants by their means over seeds, as the table does."""
     steps: dict[str, list[float | None]] = defaultdict(list)
     ratios: dict[str, list[float | None]] = defaultdict(list)
     for cell in kfac:
@@ -152,7 +152,7 @@ def against_sgd(cells: Iterable[Measured], cell: Measured) -> float | None:
 
 
 def unclear(ratios: Mapping[str, SeedMean]) -> str:
-    """Return a sentence about ratios to SGD that seeds do not tell from 1; "" if there are none."""
+    """Return a sentence about the ratios to SGD whose interval includes 1; "" if there are none."""
     names = [name for name, ratio in ratios.items() if ratio.count > 1 and ratio.covers(1.0)]
     if not names:
         return ""
@@ -202,7 +202,7 @@ def _about_learning(
 
 
 def _first(means: Mapping[str, SeedMean], sgd: Collection[str], target: str) -> str:
-    """Name the variant that reached the target first if seeds show it, and say what SGD needed."""
+    """State which variant reached the target first, if the seeds show it, and how long SGD took."""
     best, *near = leaders(means)
     claim = "no variant is shown to be" if near else f"{best} was"
     text = f"In seconds of training, {claim} first at {target}. "

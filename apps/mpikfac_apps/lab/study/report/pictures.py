@@ -35,7 +35,7 @@ from mpikfac_apps.text import MIB, number
 
 SHOWN = 5  # curves in a panel
 FEW = 3  # curves that can have a band each
-SHIFT = 0.06  # epochs by which bars of different variants are apart
+SHIFT = 0.06  # distance, in epochs, between the bars of different variants
 
 
 def breakdown(all_cells: Sequence[Measured]) -> Figure | None:
@@ -114,10 +114,10 @@ def curves(
 def distinct(
     all_cells: Sequence[Measured], letters: Mapping[str, str], ranks: int
 ) -> dict[str, list[Measured]]:
-    """Return the cells on a number of ranks of the first variant of each letter, by variant.
+    """Return, by variant, the cells of each letter's first variant on the given number of ranks.
 
-    Variants with the same letter have the same curve by epochs. Of more than `SHOWN` variants, the
-    best ones are returned, with at least one that does not use K-FAC.
+    Variants with the same letter have the same curve by epochs. If there are more than `SHOWN`
+    variants, the best ones are returned, including one without K-FAC if there is any.
     """
     first: dict[str, str] = {}
     variants: dict[str, list[Measured]] = {}
@@ -172,7 +172,7 @@ def _with_letters(
 def _scales(
     panel: Axes, runs: Sequence[Sequence[tuple[float, float]]], style: Mapping[str, Any], place: int
 ) -> None:
-    """Draw a variant's mean factor of the clip, with bars from the lowest to the highest run."""
+    """Draw a variant's mean clip factor, with bars from the lowest to the highest run."""
     means = [mean for same in zip(*runs) if (mean := mean_of(scale for _, scale in same))]
     along = [epoch + SHIFT * place for epoch, _ in runs[0][: len(means)]]
     panel.plot(along, [mean.mean for mean in means], markersize=4, **style)
@@ -186,7 +186,7 @@ def _three_curves(
     """Draw a variant's runs with all seeds, up to the last epoch that all of them completed.
 
     Args:
-        place: the variant's position if only the end has a bar; None for a band.
+        place: the variant's position, to draw a bar at the end only; None to draw a band.
     """
     runs, wire = [cell.curve for cell in seeds], seeds[0].wire
     ends = min(len(run.steps) for run in runs)
@@ -244,9 +244,10 @@ def _line_with_an_end(
 
 
 def scaling(all_cells: Sequence[Measured]) -> Figure | None:
-    """Draw images per second by number of ranks, and efficiency relative to the fewest ranks.
+    """Draw images per second, and the efficiency, by number of ranks.
 
-    Bars are intervals or ranges over seeds. Numbers of ranks that share cores are shaded.
+    The efficiency is relative to the smallest number of ranks of each variant. Bars are
+    intervals or ranges over seeds. Numbers of ranks that share cores are shaded.
     """
     paces = _paces(all_cells)
     if not paces:

@@ -31,7 +31,7 @@ SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 MARKERS = "os^DvP<X>ph*8"  # their number is coprime to that of the colours, so there are 78 pairs
 LINES = ("-", "--", ":", "-.")
 
-# Colours that the page replaces: of text and axes, quiet lines, the grid, and the lightest bars.
+# Colours that the page replaces: for text and axes, quiet lines, the grid, and the lightest bars.
 INK, QUIET, GRID, WAIT, REST = "#222222", "#767676", "#e6e6e6", "#d0d0d0", "#f0f0f0"
 PAGE = {INK: "ink", QUIET: "quiet", GRID: "grid", WAIT: "wait", REST: "rest"}
 STAGES = {
@@ -145,7 +145,7 @@ def spread(heights: Sequence[float], apart: float) -> list[float]:
 
 
 def figure_file(figure: Figure, kind: str) -> bytes:
-    """Return a figure as a separate file, on white paper; equal figures have equal files.
+    """Return a figure as a separate file, on white paper; equal figures give equal files.
 
     Args:
         kind: "pdf", "png" or "svg".
@@ -169,7 +169,7 @@ def inline_svg(figure: Figure, name: str, title: str) -> str:
     text = text.replace("<svg", words, 1).replace(
         ">", f'><title id="{name}-title">{title}</title>', 1
     )
-    return re.sub(r"\n +", "\n", text)  # indentation would be a twelfth of the text
+    return re.sub(r"\n +", "\n", text)  # removes indentation, 1/12 of the text
 
 
 def _tag(tag: str, name: str) -> str:

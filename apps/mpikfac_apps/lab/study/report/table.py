@@ -167,7 +167,7 @@ def columns_of_means(measure: Measure, target: float | None) -> list[Column]:
 
 
 def column(title: str, key: str, show: Callable[[Any], str]) -> Column:
-    """Return a column of the values with a key; a missing value is shown as a dash."""
+    """Return a column of the values under a key; a missing value is shown as a dash."""
     return Column(title, lambda row: NONE if row[key] is None else show(row[key]), key)
 
 
@@ -200,7 +200,7 @@ def _averaged(title: str, key: str, show: Callable[[Any], str]) -> Column:
 
 
 def _name(row: Row) -> str:
-    """Return a cell's name without the number of ranks, with the state of an incomplete cell."""
+    """Return a cell's name without the number of ranks, followed by its state if incomplete."""
     name = row["cell"].replace(f" on {number(row['ranks'], 'rank')}", "")
     return name if row["state"] == "complete" else f"{name} ({row['state']})"
 

@@ -57,7 +57,10 @@ def timeline(all_cells: Sequence[Measured]) -> Figure | None:
 
 
 def _typical(all_cells: Sequence[Measured]) -> list[Measured]:
-    """Return a cell per variant on the most ranks; if there are many, some from fast to slow."""
+    """Return a cell per variant on the most ranks, but at most `SHOWN` cells.
+
+    If there are more, the selection ranges from the fastest to the slowest.
+    """
     traced = [cell for cell in all_cells if _trace_file(cell.run)]
     if not traced:
         return []
