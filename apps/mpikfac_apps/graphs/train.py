@@ -97,7 +97,7 @@ class GraphWork(Work):
         self.examples_per_step = nodes = len(owners)
         hidden = [options.hidden] * (options.layers - 1)
         model = GraphNetwork(options.model, [graph.inputs, *hidden, graph.classes]).to(device)
-        estimator = mpikfac.Estimator(subsample=1)  # of all nodes, regardless of their owners
+        estimator = mpikfac.Estimator(subsample=1)  # uses all nodes, regardless of their owners
         self.trainer = trainer_of(comm, model, options, None, estimator, self.trace)
         group, own = mpikfac.comm.Group(comm, 0, self.trace, "world"), owners == comm.rank
         share = float(own.mean())

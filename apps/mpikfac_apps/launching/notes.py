@@ -83,7 +83,7 @@ class Output:
             self._pass(line + b"\n")
 
     def _end_note(self, rule: bytes) -> None:
-        """Drop a note at its lower rule; the lower rule of other text can begin a note."""
+        """Drop an MPI note above a rule; forward any other text, because the rule can begin a note."""
         text = b" ".join(b"".join(self._note).split())
         if any(words in text for words in ENDS):
             self.killed = KILLED.search(text) or self.killed

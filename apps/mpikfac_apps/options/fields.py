@@ -81,7 +81,7 @@ class Leaf:
         scheduled: whether the value can change with the epoch.
         read: the function that converts a string to the value; None if the string is the value.
         joint: the base class of the types that the option can name; None if it names no type.
-        without: fields of the types that are not options.
+        without: the fields of these types that are not options.
     """
 
     key: str
@@ -342,7 +342,7 @@ def _of_joint(
 ) -> Iterator[Leaf]:
     """Yield the option that names the type of a joint, and the options of that type.
 
-    For the type of the joint's default, this default determines the defaults of the options.
+    If this is the type of the joint's default, the default's values are those of the options.
     """
     name, usual = option.key, option.default
     kind = str | None if type(None) in alternatives(hint) else str
@@ -495,7 +495,7 @@ def dtype(name: str) -> torch.dtype:
 
 
 def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
-    """Return the type of a library field as an option's type, with names for dtypes.
+    """Return the type of a library field as an option's type, with dtypes as their names.
 
     Functions are left out. A string is one of `names`, unless `names` is empty.
     """

@@ -27,7 +27,8 @@ def trainer_of(
     Collective over: comm.
 
     Args:
-        coverage: the layers of K-FAC; the options add `skip` and `largest`. None for all layers.
+        coverage: which layers K-FAC covers; `skip` and `largest` of the options also apply. None
+            for all layers.
         estimator: how K-FAC estimates factors; the default if None.
         trace: times the stages; a new trace if None.
 
