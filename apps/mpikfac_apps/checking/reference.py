@@ -167,7 +167,8 @@ def norm_gradients(layer: mpikfac.Layer, call: Call) -> Tensor:
         parameter.fill_(float(name == "weight"))
     of = {"weight": call.g * module(call.x), "bias": call.g}
     trained = [of[name] for name, p in layer.module.named_parameters() if p.requires_grad]
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # units are last; otherwise, second
+    # Units are the last dimension of these modules, and the second dimension of all others.
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         sums = [product.reshape(len(product), -1, layer.shape.groups).sum(1) for product in trained]
     else:
         sums = [product.reshape(len(product), layer.shape.groups, -1).sum(2) for product in trained]

@@ -130,7 +130,7 @@ class GraphWork(Work):
         return Taken(loss.detach() / max(1, len(labels)), len(labels), right.double()[None])
 
     def test(self) -> dict[str, float]:
-        """Return the accuracy on nodes whose classes are not known, with exact sums."""
+        """Return the accuracy on nodes whose classes are unknown in training, with exact sums."""
         self.trainer.model.eval()
         with torch.no_grad():
             logits = self.trainer.model(self._test_inputs, self._exact.hidden)[~self._known]

@@ -93,9 +93,9 @@ class DataOptions:
             loss the mean of their losses with the same weights; each step draws the weight from
             Beta(alpha, alpha). null for none.
         cutmix: alpha of cutmix: a box in each training image shows another image, and the loss
-            weights both labels by their areas; each step draws the box's area from
-            Beta(alpha, alpha).
-            With both mixup and cutmix, each step chooses one of them at random. null for none.
+            weights both labels by their areas; each step draws the fraction of the area from
+            Beta(alpha, alpha). With both mixup and cutmix, each step chooses one of them at random.
+            null for none.
         size: the side length in pixels of patches, null for 28; of synthetic images, null for 32;
             of the crop of an image in a file that the network receives, null for 224; the length in
             bytes of a window of text, null for 64; or the side length in voxels of a crop of a
@@ -235,8 +235,8 @@ class CoverageOptions:
         norms: also precondition the scale and shift of normalisation layers.
         kfac_approx: how the positions at which an image uses a weight enter the factors. "expand":
             each position is an example; "reduce": the mean over the positions is an example.
-        largest: the maximum order of a factor; larger factors are cut into equal blocks. null: as
-            the budget requires, or no limit.
+        largest: the maximum order of a factor; larger factors are cut into equal blocks. null: the
+            limit that the budget requires, if any.
         rank: the number of eigenvectors that are kept if a factor or block has a larger order; the
             remaining eigenvalues are replaced by their mean. null keeps all. A rank needs
             preconditioner=eigen.
@@ -376,7 +376,7 @@ class LearningOptions:
         decay_epochs: the epochs at which the learning rate decays, for schedule=step.
         decay_factor: the factor by which the learning rate decays, for schedule=step.
         momentum: the momentum of SGD, K-FAC, Muon and LARS, or beta1 of AdamW, SOAP and LAMB. With
-            kfac.preconditioner=soap, muon, normuon and newton-muon, the default is 0.95.
+            kfac.preconditioner=soap, muon, normuon or newton-muon, the default is 0.95.
         nesterov: use Nesterov momentum in SGD and K-FAC.
         weight_decay: the weight decay: an L2 penalty of SGD, K-FAC and LARS, or decoupled from the
             gradient in AdamW, Muon, SOAP and LAMB.

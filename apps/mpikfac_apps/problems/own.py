@@ -239,7 +239,11 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def named_probabilities(outputs: Tensor) -> str:
-    """Return "probabilities" or "log-probabilities" if outputs `[batch, classes]` are, else ""."""
+    """Return "probabilities" or "log-probabilities" if the outputs are such, otherwise "".
+
+    Args:
+        outputs: `[batch, classes]`.
+    """
     for name, shares in (("probabilities", outputs), ("log-probabilities", outputs.exp())):
         sums = shares.float().sum(1)
         if bool((shares >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=0.01):

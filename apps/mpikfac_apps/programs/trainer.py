@@ -33,7 +33,7 @@ def trainer_of(
         trace: times the stages; a new trace if None.
 
     Raises:
-        UserError: a K-FAC setting is not supported, or ranks disagree.
+        UserError: a K-FAC setting is not supported, or values differ between ranks.
     """
     optimizer = optimizer_of(model, options)
     if options.optimizer != "kfac":
