@@ -1,4 +1,4 @@
-"""Compute mean average precision at a single overlap, from all points of the curve.
+"""Compute mean average precision at one overlap, from all points of the precision-recall curve.
 
     found     a detection is right if it overlaps a shape of its class, in its image, by at least
               `OVERLAP`, and no detection with a higher score has found the shape

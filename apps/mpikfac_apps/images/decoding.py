@@ -17,8 +17,8 @@ from mpikfac_apps.images.listing import ImagePlace
 
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 LIMIT = 2**28  # maximum size of an image file in bytes
-AREA = (0.08, 1.0)  # the range of the fraction of an image that a random crop covers
-RATIO = (3 / 4, 4 / 3)  # the range of the aspect ratio (width / height) of a random crop
+AREA = (0.08, 1.0)  # minimum and maximum fraction of an image that a random crop covers
+RATIO = (3 / 4, 4 / 3)  # minimum and maximum width / height of a random crop
 TRIES = 10
 
 

@@ -270,7 +270,7 @@ def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
                 for leaf in _below(typing.cast(type, kind), below, within):
                     if {leaf.path[0], leaf.path[-1]}.isdisjoint(meta.get("without", ())):
                         yield _inside(name, leaf, meta)
-            except ValueError as error:  # the name of a joint's type is unknown
+            except ValueError as error:  # the name of a joint's type is wrong
                 raise ValueError(f"{'' if meta.get('inline') else f'{name}.'}{error}") from error
         if (dataclasses.is_dataclass(kind) and not base) or "given" in meta:
             continue
@@ -495,7 +495,7 @@ def dtype(name: str) -> torch.dtype:
 
 
 def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
-    """Return the type of a library field as an option's type, with dtypes as their names.
+    """Return the type of a library field as an option's type, with dtypes given by name.
 
     Functions are left out. A string is one of `names`, unless `names` is empty.
     """

@@ -110,7 +110,10 @@ def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str,
 
 
 def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str]:
-    """Return the options that are defaults of the previous preconditioner, if it changes."""
+    """Return the options whose values are defaults of the previous preconditioner.
+
+    The result is empty if the preconditioner does not change.
+    """
     preconditioner = before.resolved.get(PRECONDITIONER)
     if (
         preconditioner not in named_types(Preconditioner)
