@@ -26,7 +26,7 @@ STRATEGIES = ("comm-opt", "mem-opt", "hybrid", "sharded-optimizer", "deferred-sh
 PLAIN = "sgd"  # the name of training with averaged gradients, without K-FAC
 STEPS = 2
 LARGEST_ORDER = 5000  # maximum order of a factor in the reference computation
-LARGEST_CALL = 2**26  # maximum number of elements in all vectors a of a layer
+LARGEST_CALL = 2**26  # maximum number of elements in a layer's vectors `a`, over all calls
 LARGEST_PRODUCT = 2500  # maximum order of a Kronecker product that is computed in full
 
 
@@ -191,7 +191,7 @@ def autograd_errors(
     uses: Sequence[Sequence[reference.Call]],
     step: CheckedStep,
 ) -> dict[str, float]:
-    """Return the relative errors of the factors, and of the gradient as the sum of all `g a^T`."""
+    """Return the relative errors of the factors and of the gradient, the sum of all `g a^T`."""
     both = list(zip(parts, uses))
     expected = [reference.factors(part, calls) for part, calls in both]
     errors = {
@@ -246,9 +246,9 @@ def differences(
 ) -> dict[str, float]:
     """Return how much the weights differ, for each strategy, from training on a single process.
 
-    The single process trains on all examples. A difference is the largest on any rank after a few
-    steps, relative to the largest change of a weight. The first entry is for averaged gradients
-    without K-FAC: if it is large, the model itself causes the differences.
+    The single process trains on all examples. Each result is the largest difference on any rank
+    after a few steps, relative to the largest change of a weight. The first entry is for averaged
+    gradients without K-FAC: if it is large, the model itself causes the differences.
 
     Collective over: comm.
     """

@@ -1,4 +1,4 @@
-"""Record products inside attention modules and recurrent cells, which use no submodules for them.
+"""Record the products that attention modules and recurrent cells compute without submodules.
 
 Attention modules call `F.linear`. Cells are rewritten in terms of `F.linear`, following their
 formulas in torch's documentation.

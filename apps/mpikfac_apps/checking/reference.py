@@ -30,9 +30,10 @@ class Call(NamedTuple):
 def calls(
     layers: Sequence[mpikfac.Layer], loss: Callable[[], Tensor]
 ) -> dict[str, list[list[Call]]]:
-    """Run `loss` and its backward pass, and return all uses of each layer; `.grad` is left set.
+    """Run `loss` and its backward pass, and return all uses of each layer.
 
-    A product inside a module has one list of uses per group; any other layer has a single list.
+    A product inside a module has one list of uses per group; any other layer has a single list. The
+    gradients of the parameters are left in `.grad`.
     """
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
@@ -86,7 +87,7 @@ def output_vectors(layer: mpikfac.Layer, g: Tensor) -> Tensor:
 
 @torch.no_grad()
 def input_vectors(layer: mpikfac.Layer, x: Tensor) -> Tensor:
-    """Return all `a` `[batch, shared, groups, inputs]`, computed from outputs of the module.
+    """Return all vectors `a`, `[batch, shared, groups, inputs]`, computed from module outputs.
 
     Outputs are linear in the weight: if the weight's rows are unit vectors, the outputs are the
     elements of `a`.
@@ -112,8 +113,8 @@ def input_vectors(layer: mpikfac.Layer, x: Tensor) -> Tensor:
 def factors(layer: mpikfac.Layer, uses: Sequence[Call]) -> dict[str, Tensor]:
     """Return the layer's factors A and G `[groups, order, order]`.
 
-    A is the mean of `a a^T`, and G is the sum of `g g^T` times the batch size. For a normalisation,
-    A is the sum of products of the examples' gradients, times the batch size.
+    A is the mean of `a a^T`, and G is the batch size times the sum of `g g^T`. For a normalisation,
+    A is the batch size times the sum of the outer products of each example's gradient with itself.
     """
     if is_norm(layer):
         per_example = torch.cat([norm_gradients(layer, call) for call in uses])
@@ -166,7 +167,8 @@ def norm_gradients(layer: mpikfac.Layer, call: Call) -> Tensor:
         parameter.fill_(float(name == "weight"))
     of = {"weight": call.g * module(call.x), "bias": call.g}
     trained = [of[name] for name, p in layer.module.named_parameters() if p.requires_grad]
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # units are last; otherwise, second
+    # Units are the last dimension of these modules, and the second dimension of all others.
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         sums = [product.reshape(len(product), -1, layer.shape.groups).sum(1) for product in trained]
     else:
         sums = [product.reshape(len(product), layer.shape.groups, -1).sum(2) for product in trained]
@@ -185,7 +187,8 @@ def kronecker_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> T
 def tikhonov_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
     """Solve with factored Tikhonov: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G.
 
-    A factor that is zero, such as G before a layer initialised to zero, has no scale, so pi is 1.
+    A factor that is zero has no scale, so pi is 1. An example is the factor G of a layer that is
+    followed by a layer initialised to zero.
     """
     means = a.trace() / len(a), g.trace() / len(g)
     pi = (means[0] / means[1]) ** 0.5 if all(mean > 0 for mean in means) else 1.0

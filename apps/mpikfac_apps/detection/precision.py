@@ -1,4 +1,4 @@
-"""Compute mean average precision at one overlap, over all points of the precision-recall curve.
+"""Compute mean average precision at one overlap, from all points of the precision-recall curve.
 
     found     a detection is right if it overlaps a shape of its class, in its image, by at least
               `OVERLAP`, and no detection with a higher score has found the shape
@@ -6,8 +6,8 @@
     average   the mean, over all shapes of a class, of the best precision at which the shape is
               found; 0 for a shape that is never found
 
-The overlap is intersection over union. COCO's measure is different: it averages the precision at
-101 values of the recall and at ten overlaps.
+The overlap is intersection over union. COCO's measure is different: it averages the precision
+over 101 recall values and ten minimum overlaps.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 from mpikfac_apps.programs.draws import generator
 
 CLASSES = ("background", "circle", "square", "triangle")
-MOST = 3  # shapes in an image
-DARK, BRIGHT = 0.3, 0.4  # noise is darker than the first, colours are brighter than the second
+MOST = 3  # maximum number of shapes in an image
+DARK, BRIGHT = 0.3, 0.4  # noise is darker than DARK, and colours are brighter than BRIGHT
 
 Example = tuple[Tensor, dict[str, Tensor]]
 

@@ -171,7 +171,7 @@ class _Line:
 def _of_turn(
     counts: Sequence[int], turn: int, delay: int, device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return the positions, among all rows, of the rows that are due, and their counts."""
+    """Return the positions of the rows that are due, and the number of these rows for each rank."""
     places = np.concatenate([np.arange(count) for count in counts])
     of_turn = np.flatnonzero(places % delay == turn)
     return torch.from_numpy(of_turn).to(device), [len(range(turn, c, delay)) for c in counts]

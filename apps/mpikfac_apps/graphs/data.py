@@ -108,7 +108,7 @@ def once(pairs: Places) -> Places:
 def karate() -> Graph:
     """Return networkx's karate club [Zachary 1977]: 34 members, 78 friendships, 2 classes.
 
-    Features are one-hot indices of the members, because nothing else is known about them.
+    The features are the members' one-hot encoded indices, because nothing else is known about them.
 
     Raises:
         ValueError: networkx is not installed.

@@ -19,7 +19,7 @@ def contiguous(_: Places, nodes: int, parts: int) -> Places:
 
 
 def greedy(edges: Places, nodes: int, parts: int) -> Places:
-    """Return the part of each node: the one with most of its neighbours, if that part has room.
+    """Return the part of each node: the part with most of its neighbours, if there is room in it.
 
     A neighbour counts less the fuller its part is [Stanton & Kliot 2012]. The nodes are visited
     several times in breadth-first order: a neighbour that comes later in the order counts for the

@@ -66,7 +66,9 @@ def inside(edges: Places, owners: Places) -> Places:
 
 
 def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
-    """Return a rank's part of the sums; it receives a row per contributing node on other ranks.
+    """Return a rank's part of the sums over neighbours.
+
+    The rank receives one row for each node of another rank that contributes to its sums.
 
     Args:
         owners: the rank that owns each node, `[nodes]`.

@@ -97,7 +97,7 @@ class GraphWork(Work):
         self.examples_per_step = nodes = len(owners)
         hidden = [options.hidden] * (options.layers - 1)
         model = GraphNetwork(options.model, [graph.inputs, *hidden, graph.classes]).to(device)
-        estimator = mpikfac.Estimator(subsample=1)  # of all nodes, regardless of their owners
+        estimator = mpikfac.Estimator(subsample=1)  # uses all nodes, regardless of their owners
         self.trainer = trainer_of(comm, model, options, None, estimator, self.trace)
         group, own = mpikfac.comm.Group(comm, 0, self.trace, "world"), owners == comm.rank
         share = float(own.mean())
@@ -130,7 +130,7 @@ class GraphWork(Work):
         return Taken(loss.detach() / max(1, len(labels)), len(labels), right.double()[None])
 
     def test(self) -> dict[str, float]:
-        """Return the accuracy on nodes whose classes are not known, with exact sums."""
+        """Return the accuracy on nodes whose classes are unknown in training, with exact sums."""
         self.trainer.model.eval()
         with torch.no_grad():
             logits = self.trainer.model(self._test_inputs, self._exact.hidden)[~self._known]

@@ -3,9 +3,10 @@
     counter.py RANK MEMORY
 
 The rank starts this process and shares the values in `NUMBERS` with it. While the GIL is held, a
-rank cannot run any Python, so it cannot distinguish a stop from a hang by itself. This process can:
-if the whole job is stopped, so is this process; if only the rank is, this process sees it. In both
-cases, the time does not count. This process imports neither torch nor MPI; it exits after the rank.
+rank cannot run Python code, so it cannot distinguish a stop from a hang by itself. This process
+can: if the whole job is stopped, so is this process; if only the rank is, this process sees it. In
+both cases, the time does not count. This process imports neither torch nor MPI; it exits after the
+rank.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Guard:
         if self._lock:
             self._lock.release()
         for empty in ("hang", "control", "."):
-            with suppress(OSError):  # only the last rank can find the folders empty
+            with suppress(OSError):  # only the rank that closes last finds the folders empty
                 (self._directory / empty).rmdir()
 
 

@@ -81,7 +81,7 @@ class Reports:
         with suppress(OSError):  # for example, if the file system has become read-only
             if empty:
                 (self._directory / name_of(self._rank)).unlink(missing_ok=True)
-            self._directory.rmdir()  # succeeds only on the rank that is last
+            self._directory.rmdir()  # succeeds only on the rank that closes last
 
     def report(self, place: RankReport, seconds: float) -> None:
         """Report this rank's position after `seconds` without progress, and print a line."""

@@ -23,11 +23,11 @@ from mpikfac_apps.guard.counter import STACKS
 from mpikfac_apps.guard.launcher import end_launcher
 from mpikfac_apps.guard.reports import RankReport, Reports, screen
 
-LIMIT = 600.0  # seconds for a step, until the options are known
+LIMIT = 600.0  # the time limit of a step in seconds, until the options are known
 LONGER = 10  # multiplies the limit for the first step, and for phases without steps
 TICK = 0.1  # seconds between two checks of the clock
-LEAVE = 2.3  # seconds after the limit, when the reports are complete and all ranks exit
-LAUNCHER = 20.0  # seconds after the limit, when a launcher that still waits for a host is ended
+LEAVE = 2.3  # seconds from the limit until all ranks exit; by then, the reports are complete
+LAUNCHER = 20.0  # seconds from the limit until a launcher that still waits for a host is ended
 TOLD = 1.0  # seconds; shorter stops are not logged
 
 log = logging.getLogger("mpikfac.train")

@@ -16,9 +16,9 @@ from mpikfac import files
 from mpikfac_apps.images.listing import ImagePlace
 
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-LIMIT = 2**28  # maximum bytes of an image file
-AREA = (0.08, 1.0)  # the fraction of an image that a random crop covers
-RATIO = (3 / 4, 4 / 3)  # width over height of a random crop
+LIMIT = 2**28  # maximum size of an image file in bytes
+AREA = (0.08, 1.0)  # minimum and maximum fraction of an image that a random crop covers
+RATIO = (3 / 4, 4 / 3)  # minimum and maximum width / height of a random crop
 TRIES = 10
 
 
@@ -97,7 +97,7 @@ def shorter_side(image: Image.Image, pixels: int) -> Image.Image:
 def random_crop(image: Image.Image, size: int, draw: Sequence[int]) -> Image.Image:
     """Return a random crop of the image as `size` x `size` pixels; half of the crops are mirrored.
 
-    The crop covers a fraction of the area within `AREA`, with an aspect ratio within `RATIO`
+    The fraction of the area that the crop covers is in `AREA`, and its aspect ratio is in `RATIO`
     [Szegedy et al. 2015].
     """
     generator = np.random.default_rng(draw)

@@ -1,4 +1,4 @@
-"""List a folder with one folder of images per class, in the layout of ImageFolder.
+"""List the images of a folder that has one subfolder per class, in the layout of ImageFolder.
 
 The images are DIR/train/CLASS/*.jpg, and DIR/val/CLASS/*.jpg or DIR/test/CLASS/*.jpg.
 """

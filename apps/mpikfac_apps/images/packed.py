@@ -1,10 +1,10 @@
 """Store a whole data set in a single HDF5 file: the encoded images one after another.
 
     images   all bytes of all images, training images first
-    starts   the first byte of each image, and the end of the last
+    starts   the position of each image's first byte, and the end of the last image
     labels   the class of each image
     train    the number of training images
-    size     the pixels of the shorter side, or 0 if the images are unchanged
+    size     the maximum length in pixels of shorter sides, or 0 if the images are unchanged
     classes  the names of the classes, as a JSON list
     digest   the BLAKE3 hash of `images`, in hexadecimal digits; older files have none
 
@@ -33,8 +33,8 @@ from mpikfac_apps.images.listing import Content, ImagePlace, Images, Listing
 
 LARGE = "images"
 FORM = {"starts": torch.Tensor, "labels": torch.Tensor, "train": int, "size": int, "classes": str}
-QUALITY = 95  # of JPEG
-AHEAD = 256  # images that are encoded at a time
+QUALITY = 95  # the quality of JPEG files
+AHEAD = 256  # the number of images that are encoded at a time
 
 
 def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  # noqa: ARG001

@@ -19,7 +19,7 @@ from mpikfac_apps.cli import write_picture
 
 FACTORS = "kfac/factors/", "kfac/gradient-factors/"  # prefixes of the names of averages
 NONE = torch.empty(0, dtype=torch.float64)
-COLUMNS = 200  # of a plotted spectrum
+COLUMNS = 200  # the number of columns of a plotted spectrum
 FLOOR = 1e-8  # the smallest plotted value, relative to the largest: below the precision of float32
 
 

@@ -189,5 +189,5 @@ def _stream(descriptor: int) -> tuple[int, int]:
 
 
 def _end_with_parent() -> None:
-    """Let the system end the MPI launcher if this program is killed."""
+    """Make the system end the MPI launcher if this program is killed."""
     ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGTERM)

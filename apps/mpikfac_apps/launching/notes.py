@@ -83,7 +83,7 @@ class Output:
             self._pass(line + b"\n")
 
     def _end_note(self, rule: bytes) -> None:
-        """Drop a note at its lower rule; the lower rule of other text can begin a note."""
+        """Drop an MPI note above a rule; forward any other text, as the rule may begin a note."""
         text = b" ".join(b"".join(self._note).split())
         if any(words in text for words in ENDS):
             self.killed = KILLED.search(text) or self.killed
@@ -117,7 +117,7 @@ class Output:
 
 
 def rule_of(line: bytes) -> bytes:
-    """Return the rule at the end of a line; b"" if there is none, or if it is longer."""
+    """Return the rule at the end of a line; b"" if there is none of the right length."""
     text = line.strip(b"\0\r\n")
     rule = next((rule for rule in (DASHES, SIGNS) if text.endswith(rule)), b"")
     return b"" if text.removesuffix(rule).endswith(rule[:1] or b" ") else rule

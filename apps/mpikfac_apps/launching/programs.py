@@ -14,7 +14,7 @@ RANK_VARIABLES = (
     *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_PROCID"),
     "TORCHELASTIC_RUN_ID",
 )
-"""Environment variables, of which at least one is set in every rank of a job."""
+"""Environment variables, at least one of which is set on every rank of a job."""
 
 
 class Program(NamedTuple):

@@ -1,4 +1,4 @@
-"""The choices of a strategy by key, as options name them: "refresh.staleness"."""
+"""The choices of a strategy by key, as options name them, such as "refresh.staleness"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpikfac_apps.options.sources import OptionSource, belongs, settled
 
 
 def with_choices(strategy: Strategy, given: Mapping[str, Any]) -> Strategy:
-    """Return a strategy with the options in `given`, whose keys are such as "refresh.staleness".
+    """Return a strategy with the options in `given`, keyed by names such as "refresh.staleness".
 
     If the type of a joint changes, the options of its former type are dropped.
 

@@ -120,7 +120,7 @@ def _check_frozen(options: Options, ranks: int) -> None:
 
 
 def _check_groups(options: Options, ranks: int) -> None:
-    """Check for options that need a loss without peers, or would end groups at different steps."""
+    """Check for options that cannot be combined with several groups of ranks."""
     groups, task = options.codistillation.groups, network(options.model).task
     if groups == 1:
         return

@@ -81,7 +81,7 @@ class Leaf:
         scheduled: whether the value can change with the epoch.
         read: the function that converts a string to the value; None if the string is the value.
         joint: the base class of the types that the option can name; None if it names no type.
-        without: fields of the types that are not options.
+        without: the fields of these types that are not options.
     """
 
     key: str
@@ -136,7 +136,7 @@ class Leaf:
         Raises:
             ValueError: one line with key, value and bounds.
         """
-        if value is None and not self.nullable:  # a line `lr:` in a file
+        if value is None and not self.nullable:  # for example, from a line `lr:` in a file
             raise ValueError(f"{self.key}=null must be {self.allowed}")
         value = value.numbers if isinstance(value, ByEpoch) else value
         for number in value if isinstance(value, list | tuple) else [value]:
@@ -270,7 +270,7 @@ def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
                 for leaf in _below(typing.cast(type, kind), below, within):
                     if {leaf.path[0], leaf.path[-1]}.isdisjoint(meta.get("without", ())):
                         yield _inside(name, leaf, meta)
-            except ValueError as error:  # the name of a joint's type
+            except ValueError as error:  # the name of a joint's type is wrong
                 raise ValueError(f"{'' if meta.get('inline') else f'{name}.'}{error}") from error
         if (dataclasses.is_dataclass(kind) and not base) or "given" in meta:
             continue
@@ -342,7 +342,7 @@ def _of_joint(
 ) -> Iterator[Leaf]:
     """Yield the option that names the type of a joint, and the options of that type.
 
-    For the type of the joint's default, this default determines the defaults of the options.
+    If this is the type of the joint's default, the default's values are those of the options.
     """
     name, usual = option.key, option.default
     kind = str | None if type(None) in alternatives(hint) else str
@@ -404,7 +404,7 @@ def build(group: type[Group], values: Mapping[str, Any], given: Collection[str] 
 def _group_of(
     group: type[Group], tree: Mapping[str, Any], prefix: str, like: Group | None = None
 ) -> Group:
-    """Return a dataclass with the values of a tree, and all others from `like`."""
+    """Return a dataclass with the values of a tree, and all other values from `like`."""
     (_, _, hints), values = _described(group), dict(tree)
     for field in dataclasses.fields(group):
         value, hint = tree.get(field.name), hints[field.name]
@@ -495,7 +495,7 @@ def dtype(name: str) -> torch.dtype:
 
 
 def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
-    """Return the type of a library field as an option's type, with names for dtypes.
+    """Return the type of a library field as an option's type, with dtypes given by name.
 
     Functions are left out. A string is one of `names`, unless `names` is empty.
     """

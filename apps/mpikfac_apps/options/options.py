@@ -89,11 +89,13 @@ class DataOptions:
             for 4.
         mirror: how augment mirrors images. null: half of the images, at random; "alternating":
             each image in every second epoch, beginning at random with the first or the second.
-        mixup: alpha of mixup: each training image, and its loss, becomes a weighted mean over two
-            images; each step draws the weight from Beta(alpha, alpha). null for none.
+        mixup: alpha of mixup: each training image becomes a weighted mean of two images, and its
+            loss the mean of their losses with the same weights; each step draws the weight from
+            Beta(alpha, alpha). null for none.
         cutmix: alpha of cutmix: a box in each training image shows another image, and the loss
-            weights the labels by area; each step draws the fraction from Beta(alpha, alpha).
-            With both mixup and cutmix, each step chooses one of them at random. null for none.
+            weights both labels by their areas; each step draws the fraction of the area from
+            Beta(alpha, alpha). With both mixup and cutmix, each step chooses one of them at random.
+            null for none.
         size: the side length in pixels of patches, null for 28; of synthetic images, null for 32;
             of the crop of an image in a file that the network receives, null for 224; the length in
             bytes of a window of text, null for 64; or the side length in voxels of a crop of a
@@ -233,9 +235,9 @@ class CoverageOptions:
         norms: also precondition the scale and shift of normalisation layers.
         kfac_approx: how the positions at which an image uses a weight enter the factors. "expand":
             each position is an example; "reduce": the mean over the positions is an example.
-        largest: the maximum order of a factor; larger factors are cut into equal blocks. null: as
-            the budget requires, or no limit.
-        rank: the number of eigenvectors that are kept for factors or blocks of a larger order; the
+        largest: the maximum order of a factor; larger factors are cut into equal blocks. null: the
+            limit that the budget requires, if any.
+        rank: the number of eigenvectors that are kept if a factor or block has a larger order; the
             remaining eigenvalues are replaced by their mean. null keeps all. A rank needs
             preconditioner=eigen.
         skip: the names of layers that are trained without K-FAC.
@@ -273,8 +275,8 @@ class KfacOptions:
         budget: the maximum average number of operations in statistics and decompositions, as a
             fraction of those in the forward and backward passes; the limit is 1 in the first 160
             steps. To meet it, intervals are lengthened, and factors are cut into blocks with at
-                most half as many rows as a batch has vectors, or 128. With null, or if you set an
-                interval, there is no limit.
+            most 128 rows or, if that is more, half as many rows as a batch has vectors. With null,
+            or if you set an interval, there is no limit.
         damping_adapt: the number of steps between two adaptations of the damping to how well the
             quadratic model predicts the loss; each adaptation costs a forward pass. null: the
             damping is not adapted.
@@ -299,7 +301,7 @@ class KfacOptions:
     )
     grafting: Grafting = section(
         "K-FAC: grafting and clip",
-        field(default_factory=AdamGrafting, metadata={"without": ("momentum",)}),  # momentum_of
+        field(default_factory=AdamGrafting, metadata={"without": ("momentum",)}),  # see momentum_of
     )
     clip: Clip | None = None
     matmul_precision: Precision | None = None
@@ -343,8 +345,8 @@ class LearningOptions:
         data: the data set.
         kfac: the settings of K-FAC.
         batch: the number of images per step, on all ranks together; a multiple of the number of
-                ranks. Schedules of other options follow the epochs, regardless of the batch. null:
-                256, or the next lower multiple of the number of ranks, if batch_per_rank is null.
+            ranks. Schedules of other options follow the epochs, regardless of the batch. null:
+            256, or the next lower multiple of the number of ranks, if batch_per_rank is null.
         batch_per_rank: the number of images per step on each rank. A run that resumes on another
             number of ranks keeps the total batch.
         accumulate: the number of passes in which a rank processes its part of a step's images, one
@@ -374,7 +376,7 @@ class LearningOptions:
         decay_epochs: the epochs at which the learning rate decays, for schedule=step.
         decay_factor: the factor by which the learning rate decays, for schedule=step.
         momentum: the momentum of SGD, K-FAC, Muon and LARS, or beta1 of AdamW, SOAP and LAMB. With
-            kfac.preconditioner=soap, muon, normuon and newton-muon, the default is 0.95.
+            kfac.preconditioner=soap, muon, normuon or newton-muon, the default is 0.95.
         nesterov: use Nesterov momentum in SGD and K-FAC.
         weight_decay: the weight decay: an L2 penalty of SGD, K-FAC and LARS, or decoupled from the
             gradient in AdamW, Muon, SOAP and LAMB.

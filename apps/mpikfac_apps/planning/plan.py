@@ -41,8 +41,8 @@ from mpikfac_apps.problems import models
 from mpikfac_apps.text import in_lines, mib, number, show, table
 
 WIDTH = 96
-SLOW = 20_000  # ranks
-TABLE = 60  # layers; for larger models, a line names several layers
+SLOW = 20_000  # the number of ranks above which planning is slow
+TABLE = 60  # maximum number of layers with a line each; in larger models, layers share lines
 
 Kind = tuple[str, str, str]
 """Stage, collective and communicator of messages."""
@@ -264,7 +264,7 @@ def memory(plan: mpikfac.plan.Plan, job: mpikfac.predict.Job) -> list[str]:
 
 
 def messages(plan: mpikfac.plan.Plan) -> list[str]:
-    """Return the heading of the tables of collectives."""
+    """Return the lines above the tables of collectives."""
     sync, apart = plan.strategy.sync, []
     if sync.local_steps:
         every, in_node = (round(1 / sync.share_of_steps(stage)) for stage in names.EXCHANGES)

@@ -74,7 +74,7 @@ class Crew:
             self.members[member] = Member(self.problem, member, first, self.trace)
 
     def step(self, step: int) -> list[tuple[Tensor, Tensor, int]]:
-        """Let all members take a step.
+        """Take a step with each member.
 
         Return the loss, the sum of the measure and the number of images of each member.
         """

@@ -63,7 +63,7 @@ class Member:
         numbers: the initial values of the searched hyperparameters.
 
     Attributes:
-        lost: whether the training failed since the last selection.
+        lost: whether the training has failed since the last selection.
         model: the network.
     """
 

@@ -45,8 +45,8 @@ class Search:
         mutation: the standard deviation of the Gaussian noise that is added to the weights of a
             replaced member, relative to the root mean square of a tensor.
         near: the distance between weights below which members form a cluster, of which only the
-            best member is kept: the norm of the difference, relative to the mean norm. null for no
-            clusters.
+            best member is kept. The distance is the norm of the difference, relative to the mean of
+            both norms. null for no clusters.
     """
 
     members: int = bounded(4, ">= 2")

@@ -82,7 +82,7 @@ class PopulationRun(Loop):
         )
 
     def take(self, step: int) -> None:
-        """Let all members take a step."""
+        """Take a step with each member."""
         place = self.crew.problem.calendar.place(step)
         batch = self.crew.problem.calendar.at(place[0]).batch
         with self.speed.step(batch * self.population.population.members):

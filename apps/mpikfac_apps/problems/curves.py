@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SIDE = 28  # pixels
+SIDE = 28  # the side length in pixels
 POINTS = 128  # points drawn per curve, less than a pixel apart
 INK = 1.5  # the distance in pixels from a curve at which its brightness reaches 0
 MARGIN = 4  # pixels around the three points, because a curve extends up to 12 % beyond them
-CHUNK = 2048  # images at a time
+CHUNK = 2048  # the number of images that are drawn at a time
 
 
 def drawn(images: int, seed: int) -> Tensor:

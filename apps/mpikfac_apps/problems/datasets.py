@@ -201,7 +201,7 @@ def unlabelled(train: Tensor, test: Tensor) -> Dataset:
 
 
 def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> Dataset:
-    """Return images of a 4x4 pattern per class plus noise, a fifth of them for testing."""
+    """Return noisy images of 4x4 patterns, one pattern per class; a fifth is for testing."""
     images, channels = images or 1024, 3
     generator = torch.Generator().manual_seed(0)
     total = images + max(1, images // 4)
@@ -272,7 +272,7 @@ def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
 
 
 def patches(path: str, images: int | None = None, size: int = 28) -> Dataset:
-    """Return a grey patch at a random position of each CIFAR-10 photo, without labels.
+    """Return a grey patch from a random position in each CIFAR-10 photo, without labels.
 
     Raises:
         ValueError: the photos are smaller than `size`.
@@ -289,7 +289,7 @@ def patches(path: str, images: int | None = None, size: int = 28) -> Dataset:
 
 
 def grey_patches(photos: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Return a grey patch `[n, 1, size, size]`, as bytes, of each photo `[n, 3, h, w]`."""
+    """Return one grey patch of each photo `[n, 3, h, w]`, as bytes `[n, 1, size, size]`."""
     n, side = len(photos), photos.shape[-1]
     top, left = torch.randint(side - size + 1, (2, n), generator=generator)
     windows = photos.unfold(2, size, 1).unfold(3, size, 1)  # not copied
@@ -412,10 +412,10 @@ class Source:
     Attributes:
         load: returns the data set, given `images` and the options in `takes`.
         channels: the number of channels of an image; 0 for a text.
-        size: the side length of an image in pixels, or the number of tokens in a window; the
-            default, if `takes` contains "size"; None if it depends on the data.
-        classes: the number of classes; the default, if `takes` contains "classes"; None if it
-            depends on the data.
+        size: the side length of an image in pixels, or the number of tokens in a window. It is the
+            default if `takes` contains "size", and None if it depends on the data.
+        classes: the number of classes. It is the default if `takes` contains "classes", and None if
+            it depends on the data.
         holds: what a network can learn from the data.
         takes: the options in the group `data` that this data set supports but others may not.
         needs: an option that must be set, and what it means.

@@ -133,7 +133,7 @@ def _content(name: str) -> ModuleType:
     return _executed(path.resolve(), path.stat().st_mtime_ns)
 
 
-@cache  # a second execution would create classes that are not in COVERS of the first
+@cache  # a second execution would create new classes, which COVERS of the first one lacks
 def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a key of the cache)
     # Annotations are looked up in `sys.modules` under this name, so it must be unique.
     name = str(path.with_suffix("")) if path.stem in sys.modules else path.stem
@@ -239,7 +239,11 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def named_probabilities(outputs: Tensor) -> str:
-    """Return "probabilities" or "log-probabilities" if `[batch, classes]` outputs are, or ""."""
+    """Return "probabilities" or "log-probabilities" if the outputs are such, otherwise "".
+
+    Args:
+        outputs: `[batch, classes]`.
+    """
     for name, shares in (("probabilities", outputs), ("log-probabilities", outputs.exp())):
         sums = shares.float().sum(1)
         if bool((shares >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=0.01):

@@ -1,8 +1,8 @@
 """ResNets for 32x32 pixels and for ImageNet.
 
-ResNets of depth 6n+2 are the networks of the paper's CIFAR-10 section, with parameter-free
-shortcuts (option A) [He et al., CVPR 2016]. The other ResNets are the paper's ImageNet networks,
-with the stride in the 3x3 convolution ("v1.5") and with torchvision's parameter names.
+ResNets of depth 6n+2 are the CIFAR-10 networks of [He et al., CVPR 2016], with parameter-free
+shortcuts (option A). The other ResNets are the ImageNet networks of the same paper, but with the
+stride in the 3x3 convolution ("v1.5") and with torchvision's parameter names.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Bottleneck(nn.Module):
 
 
 ResidualBlock = type[BasicBlock] | type[Bottleneck]
-Shortcut = Callable[[int, int, int], nn.Module]  # of inputs, outputs and stride
+Shortcut = Callable[[int, int, int], nn.Module]  # takes inputs, outputs and stride
 
 
 def stage(

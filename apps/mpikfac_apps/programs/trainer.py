@@ -27,12 +27,13 @@ def trainer_of(
     Collective over: comm.
 
     Args:
-        coverage: the layers of K-FAC; the options add `skip` and `largest`. None for all layers.
+        coverage: which layers K-FAC covers; `skip` and `largest` of the options also apply. None
+            for all layers.
         estimator: how K-FAC estimates factors; the default if None.
         trace: times the stages; a new trace if None.
 
     Raises:
-        UserError: a K-FAC setting is not supported, or ranks disagree.
+        UserError: a K-FAC setting is not supported, or values differ between ranks.
     """
     optimizer = optimizer_of(model, options)
     if options.optimizer != "kfac":

@@ -21,8 +21,9 @@ FORWARD, BACKWARD = names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIE
 class Tables:
     """Embedding tables, each on one rank; ranks send row indices and receive rows.
 
-    The largest table is placed first; each table goes to the rank with the fewest rows. The owner
-    updates a table with Adagrad [Duchi et al. 2011], which updates only the rows used in the batch.
+    Tables are placed from the largest to the smallest, each on the rank with the fewest rows so
+    far. The owner updates a table with Adagrad [Duchi et al. 2011], which updates only the rows
+    used in the batch.
 
     Collective over: comm.
 

@@ -205,11 +205,11 @@ def standardised(numbers: Tensor, trained: int) -> Tensor:
 def area(scores: np.ndarray, labels: np.ndarray) -> float:
     """Return the area under the ROC curve; NaN if all labels are equal.
 
-    It is the fraction of pairs of a click and an example without a click in which the click has the
-    higher score; equal scores count as a half [Hanley & McNeil 1982].
+    This is the probability that a random example with a click has a higher score than a random one
+    without a click; equal scores count as a half [Hanley & McNeil 1982].
     """
     _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]  # from 1; equal scores get the mean
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]  # from 1; equal scores share a rank
     hits = labels.sum()
     others = len(labels) - hits
     if not hits * others:

@@ -49,7 +49,7 @@ class Saver:
         """Start a checkpoint; if it is the last of a run, wait until it is on disk.
 
         Raises:
-            UserError: the last checkpoint cannot be written, or ranks differ.
+            UserError: the last checkpoint cannot be written, or values differ between ranks.
         """
         self.settle(last and self.step == step)
         bare = self._is_bare()
@@ -119,7 +119,7 @@ class Saver:
         """Continue without the checkpoint; end the run if no later one could be written either.
 
         Raises:
-            UserError: it was the last checkpoint, or ranks differ.
+            UserError: it was the last checkpoint, or values differ between ranks.
         """
         self.step = -1
         self._guard.end_write()

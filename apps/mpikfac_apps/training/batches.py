@@ -28,7 +28,7 @@ from mpikfac_apps.problems.datasets import Dataset
 from mpikfac_apps.training.augmentation.moves import Augmentation, augmented
 from mpikfac_apps.training.calendar import Calendar
 
-SEEN = 1024  # for images in files: the number used for the mean and variance of pixels
+SEEN = 1024  # how many images in files are used to compute the mean and variance of pixels
 ROOM = 128  # the minimum capacity, in images, of a reader of files
 WORKERS = 2  # processes per rank
 

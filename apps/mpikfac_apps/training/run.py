@@ -93,7 +93,7 @@ class Run(Loop):
         self.average = Average(self.model, options.ema_decay) if options.ema_decay else None
         self.best = best.Best(problem.task)
         self._first_loss = math.nan  # this rank's first loss after this start
-        numbers = problem.task.numbers(problem.classes)  # from which the measure is computed
+        numbers = problem.task.numbers(problem.classes)  # the number of values of the measure
         super().__init__(
             *(comm, options, guard, self.training.trainer),
             steps=self.timetable.steps,
@@ -161,7 +161,7 @@ class Run(Loop):
         return torch.stack(losses).mean().item()
 
     def _seed(self, step: int, number: int) -> None:
-        """Set the seed for part of a batch, so that checkpoints need no generator state."""
+        """Set the seed for a part of a batch, so that checkpoints need no generator state."""
         torch.manual_seed(batches.mixed(self.options.seed, step, number))
 
     def _pass(self, images: Tensor, labels: Tensor, share: float) -> Tensor:

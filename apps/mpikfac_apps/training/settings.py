@@ -110,7 +110,10 @@ def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str,
 
 
 def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str]:
-    """Return the options set to defaults of the previous preconditioner, if it changes."""
+    """Return the options whose values are defaults of the previous preconditioner.
+
+    The result is empty if the preconditioner does not change.
+    """
     preconditioner = before.resolved.get(PRECONDITIONER)
     if (
         preconditioner not in named_types(Preconditioner)
@@ -137,7 +140,7 @@ def _pinned(
     except ValueError:  # saved values that this start replaces may be invalid here
         return {}
     now = flattened(resolved(options, ranks))
-    # A different type has different options.
+    # If a type has changed, some of these options exist only before or only now.
     keys = before.resolved.keys() & kept.keys() & given.keys() & now.keys() & usual.keys()
     keys -= {*OF_CODE}
     return {

@@ -22,7 +22,7 @@ ENDINGS = (".py", ".txt")
 LEFT_OUT: frozenset[str] = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test")
 )
-LIMIT = 2**28  # maximum bytes of a text, which every rank keeps in memory
+LIMIT = 2**28  # maximum size of a text in bytes; every rank keeps the text in memory
 
 
 @dataclass(frozen=True)

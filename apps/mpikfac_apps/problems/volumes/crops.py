@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mpikfac_apps.problems import own
 
-LIMIT = 2**27  # maximum voxels of a file, which every rank keeps in memory
+LIMIT = 2**27  # maximum number of voxels in a file; every rank keeps them in memory
 TEMPLATE = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
 BRIGHT = 99.9  # the percentile of brightness that is mapped to 255; brighter voxels are clipped
 ACROSS = 1  # the axis along which a volume is halved; in MNI152, from back to front

@@ -43,8 +43,8 @@ def make_model(problem: Problem, starts: bool) -> tuple[nn.Module, torch.optim.O
     Collective over: problem.comm.
 
     Args:
-        starts: whether the run starts at step 0, from the option `weights` if it is set; otherwise,
-            weights come from a checkpoint.
+        starts: whether the run starts at step 0; otherwise, weights come from a checkpoint. At step
+            0, they come from the file that the option `weights` names, if any.
     """
     comm, options = problem.comm, problem.options
     with mpikfac.comm.together(comm, "building the network"):
