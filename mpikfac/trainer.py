@@ -321,7 +321,7 @@ class Trainer:
             self._follow_votes(arguments)
 
     def _follow_votes(self, arguments: Mapping[str, object]) -> None:
-        """Report what differs if ranks' checksums differ, and adopt a change to any rank's model.
+        """Report what differs between ranks, if anything, and adopt a change to any rank's model.
 
         Collective over: world.
 

@@ -114,7 +114,7 @@ class _OnDemand:
     unless the program has already done so: each process would become a separate MPI job.
 
     Attributes:
-        missing: why no MPI library could be loaded; "" if one was, or was not needed.
+        missing: why no MPI library could be loaded; "" if one was loaded, or none was needed.
     """
 
     def __init__(self) -> None:

@@ -108,7 +108,7 @@ class ShardOwners(ByOwners):
 
 
 class Owners(ByOwners):
-    """Let each block's updater update it and send the weights to all ranks.
+    """Update each block on its updater, which then sends the weights to all ranks.
 
     The optimizer holds no state for blocks that other ranks update.
     """

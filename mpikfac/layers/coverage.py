@@ -204,8 +204,8 @@ def check_any_covered(
     """Check that K-FAC covers at least one layer if a module's class derives from a covered one.
 
     Raises:
-        ValueError: no layer is covered, although a trained module that is not skipped has a class
-            derived from a covered one, such as a wrapper's.
+        ValueError: no layer is covered, although the class of a trained module that is not skipped,
+            such as a wrapper, derives from a covered one.
     """
     coverage = coverage or Coverage()
     for name, module in model.named_modules() if not layers else ():

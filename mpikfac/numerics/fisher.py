@@ -74,7 +74,7 @@ def _drawn_bits(outputs: Tensor) -> Tensor:
 
 
 def _class_root(outputs: Tensor) -> Tensor:
-    """Return `(I - p 1^T) diag(p)^(1/2) / batch`; its first part is a root of `diag(p) - p p^T`."""
+    """Return `(I - p 1^T) diag(p)^(1/2) / batch`; times `batch`, a root of `diag(p) - p p^T`."""
     p = outputs.softmax(1)
     root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None, :]
     return root / len(outputs)

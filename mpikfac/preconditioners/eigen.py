@@ -32,7 +32,7 @@ RENEWED = Combination(
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Eigen(Preconditioner):
-    """Eigenvalues and eigenvectors of A and G; the damping can change without decomposing again.
+    """Eigenvalues and eigenvectors of A and G; the damping can change without a new decomposition.
 
     Attributes:
         dtype: the dtype in which decompositions are kept, sent and multiplied; None for the

@@ -87,7 +87,7 @@ class Defaults:
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def intervals(self, budget: Budget, stagger: int) -> tuple[float | Schedule, float | Schedule]:
-        """Return both intervals, with None replaced by the default, lengthened by the budget."""
+        """Return both intervals; the default, lengthened by the budget, replaces None."""
         usual = budget.stretched(usual_intervals(stagger))
         factors, bases = self.factor_update_steps, self.inv_update_steps
         return (

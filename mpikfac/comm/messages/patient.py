@@ -44,7 +44,7 @@ class Patient:
         sleep_until(self._comm.Ireduce(sent, received, op, root))
 
     def Allgather(self, sent: Any, received: Any) -> None:
-        """Gather parts of equal size from all members on all members."""
+        """Send this member's part to all members, and receive theirs; all parts have equal size."""
         sleep_until(self._comm.Iallgather(sent, received))
 
     def Alltoall(self, sent: Any, received: Any) -> None:

@@ -53,7 +53,7 @@ class Captured:
         if key in self._replays:
             self._replays[key]()
         elif key == self._last:
-            self._replays = {key: self._record(run)}  # this frees the memory of the previous one
+            self._replays = {key: self._record(run)}  # frees the previous recording's memory
         else:
             run()
         self._last = key

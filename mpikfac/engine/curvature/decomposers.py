@@ -1,7 +1,7 @@
 """Decide where factors are decomposed and when the results are ready.
 
-The results do not depend on the decomposer. The settings of the refresh determine whether it runs
-immediately, in a thread of the rank, or on ranks that do not train.
+The settings of the refresh determine whether factors are decomposed immediately, in a thread of the
+rank, or on ranks that do not train. The results are the same in all three cases.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class AtOnce:
     def _in_stacks(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]
     ) -> tuple[Blocks, set[str]]:
-        """Decompose on a GPU, one call per order; return the blocks and sound factors' names."""
+        """Decompose on a GPU, one call per order; return blocks and the names of sound factors."""
         if self.site.device.type == "cpu":
             return {}, set()
         blocks: Blocks = {}
