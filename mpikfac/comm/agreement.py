@@ -23,8 +23,8 @@ def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterat
     """Raise the same `UserError` on every rank if the body raises an error on any rank.
 
     Catches errors in files and data (`OSError`, `ValueError`, `UserError`). All ranks raise
-    the message of the lowest failing rank, preceded by `doing`; a `RanksDifferError` keeps its
-    type.
+    an error with the message of the lowest failing rank, preceded by `doing`; a
+    `RanksDifferError` keeps its type.
 
     Args:
         untrusted: whether the body parses a file's content, so a missing key, a wrong type or a

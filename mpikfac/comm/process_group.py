@@ -1,7 +1,7 @@
 """Wrap a process group of torch.distributed as a communicator with the methods used for messages.
 
-Buffers in host memory need gloo. Device buffers are sent by the group's backend for the device if
-it is not gloo; this has not been tested with NCCL.
+Buffers in host memory need gloo. Device buffers are sent by the group's backend for the device,
+unless that is gloo; this has not been tested with NCCL.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def over(group: ProcessGroup | None = None) -> MPI.Intracomm:
         optimizer = mpikfac.KFACOptimizer(model, comm=mpikfac.over())
 
     The group needs a backend for host memory: "gloo", or "cpu:gloo,cuda:nccl" to send device
-    memory with NCCL. The backend sums in its own order, which can differ from MPI's. Strategies
-    with servers need MPI. Processes outside a group must not call this: for some of them, torch's
-    `new_group` returns None.
+    memory with NCCL. The backend sums in its own order, which can differ from that of MPI.
+    Strategies with servers need MPI. Processes outside a group must not call this: for some of
+    them, torch's `new_group` returns None.
 
     Collective over: none.
 

@@ -83,7 +83,7 @@ class WatchedSteps:
         """Return a context in which the rank takes a step with the given arguments.
 
         Args:
-            arguments: must be equal on all ranks.
+            arguments: the arguments on which all ranks must agree.
 
         Raises:
             UserError: another rank sends messages of a different size.

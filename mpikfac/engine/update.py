@@ -138,7 +138,7 @@ class Owners(ByOwners):
         try:
             super().step(optimizer)
             self._publish()
-        finally:  # weights written by an interrupted step are not the program's
+        finally:  # the program has not written the weights of an interrupted step
             if self.writes is not None:
                 self.writes.note()
 

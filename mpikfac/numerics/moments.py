@@ -7,8 +7,9 @@ Then
 
     expand         A = sum(a a^T) / (B S)      G = B sum(g g^T)
 
-make `A (x) G` the layer's Fisher block if positions are independent, exactly for linear layers
-[Grosse & Martens 2016; Eschenhagen et al. 2023]. Two more scalings exist for comparison; both
+make `G (x) A` an approximation of the layer's Fisher block that treats positions as independent; it
+is exact in a linear network if each position has its own loss [Grosse & Martens 2016; Eschenhagen
+et al. 2023]. Two more scalings exist for comparison; both
 change the meaning of a damping value:
 
     sc20           A = sum(a a^T) / (B S^2)    G = B S sum(g g^T)       same product as expand

@@ -215,7 +215,7 @@ def _block_from_right(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
 
 
 def of_coordinates(weights: Tensor, vectors: Side) -> Tensor:
-    """Return the factors of coordinates `[I U]` that multiply vectors by `weights` (last dim).
+    """Return the multipliers of coordinates `[I U]` for the `weights` of vectors, `[..., values]`.
 
     `w_rest (I - U U^T) + U diag(w) U^T` is `w_rest I + U diag(w - w_rest) U^T`. The second form
     needs neither a product with a projection nor denominators for directions outside of U.

@@ -151,7 +151,7 @@ class LayerShape:
         rescaled: whether preconditioner="ekfac" estimates the eigenvalues of `G (x) A` from
             per-example gradients; otherwise, they remain the products of the eigenvalues of G and
             A.
-        preconditioner: the name of the layer's preconditioner; None for the run's.
+        preconditioner: the name of the layer's preconditioner; None for that of the run.
     """
 
     name: str
@@ -217,7 +217,7 @@ class LayerShape:
         )
 
     def products(self) -> list[int]:
-        """Return the multiplications of the gradient's product with each side, except diagonals.
+        """Return the multiplications in the gradient's product with each side, except diagonals.
 
         The product with A comes second, because a low rank of G adds rows to the gradient.
         """

@@ -123,7 +123,7 @@ class Preconditioner(Choice):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype in which decompositions are kept, sent and multiplied; None for the model's."""
+        """The dtype of decompositions, also in messages and products; None for the model's."""
         return None
 
     def attach(self, bases: Any) -> Iterable[Any]:

@@ -163,7 +163,7 @@ class Machine:
         return Network(model, batch, **values)
 
     def decomposition(self, preconditioner: str, order: int) -> float:
-        """Return the seconds to decompose a factor, cubic in the order beyond the largest measured.
+        """Return the seconds to decompose a factor, extrapolated with the cube of the order.
 
         Raises:
             ValueError: the machine has no times for the preconditioner.
@@ -332,7 +332,7 @@ def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:
 
 
 def _check_types(values: Mapping[str, Any], kind: Any, key: str = "") -> None:
-    """Check the values of a JSON object that must be a string, a string or null, or an object."""
+    """Check the fields of a JSON object whose type is string, string or null, or object."""
     types: dict[str, tuple[Any, str]] = {
         "str": (str, "a string"),
         "str | None": ((str, type(None)), "a string or null"),

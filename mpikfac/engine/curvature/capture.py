@@ -60,7 +60,7 @@ class Captured:
 
 
 def cuda_graph(compute: Callable[[], None]) -> Callable[[], None]:
-    """Run `compute` as a CUDA graph, and return its replay; if recording fails, run it eagerly."""
+    """Run `compute`, as a CUDA graph if recording succeeds; return a function to repeat it."""
     try:
         graph = torch.cuda.CUDAGraph()
         # Other threads can use the device at the same time.

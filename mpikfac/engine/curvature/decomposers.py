@@ -193,7 +193,7 @@ Result = TypeVar("Result")
 
 
 class Background:
-    """Run functions one by one in a thread, with as many torch threads as its creator has."""
+    """Run functions one by one in a thread, with the creating thread's number of torch threads."""
 
     def __init__(self, device: torch.device) -> None:
         threads = torch.get_num_threads()

@@ -33,8 +33,8 @@ class Directions(Part):
         slots: the layers with directions in the arena.
         graft: sets the lengths of directions.
         scale: the multiplier of the last step's directions, `[1]`.
-        expected: the change in the loss, summed over ranks, that the quadratic model predicts,
-            `[1]`; it covers only the layers whose directions this rank has.
+        expected: the change in the loss that the quadratic model predicts, `[1]`, for the layers
+            whose directions this rank has.
     """
 
     def __init__(

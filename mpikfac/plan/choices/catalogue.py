@@ -24,7 +24,7 @@ class Named:
     Attributes:
         what: the method, in one sentence.
         source: the publication, as in docs/reference/references.md.
-        cost: the bytes that a rank sends in rings of float32 values, in addition to those for
+        cost: the bytes of float32 values that a rank sends in rings, in addition to those for
             averaging gradients: in steps with new factors + in a refresh + in every step. There are
             `P` ranks and `w` workers. 4F, 4T and 4V are the bytes of all factors as squares,
             triangles and vectors, 4N are those of all gradients, and 4R those of the matrices that
