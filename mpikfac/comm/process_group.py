@@ -197,7 +197,7 @@ class ProcessGroupComm:
     # -- communicators ---------------------------------------------------------------------------
 
     def _of(self, members: Sequence[int], name: str, sides: Sequence[int] = ()) -> ProcessGroupComm:
-        """Return a communicator of `members`; communicators of equal members share a group.
+        """Return a communicator of `members`; communicators with the same members share a group.
 
         Collective over: members.
         """
@@ -399,8 +399,8 @@ class Groups:
         shared: the group of all communicators of the same ranks, except for communicators that
             `Dup` returned; the ranks of a group call its collectives in the same order.
         free: the groups that `Free` has returned, to be used by the next `Dup`.
-        created: the number of groups created so far, by ranks.
-        meetings: the number of `Ibarrier`s so far, by group.
+        created: for each tuple of ranks, the number of groups created so far.
+        meetings: for each group, the number of `Ibarrier`s so far.
     """
 
     def __init__(self, world: ProcessGroup) -> None:

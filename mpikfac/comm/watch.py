@@ -245,7 +245,7 @@ class Watch:
 
         If an exception ends the program, end the job.
         """
-        if MPI.Is_finalized() or os.getpid() != self._process:  # a fork is not a rank
+        if MPI.Is_finalized() or os.getpid() != self._process:  # a forked process is not a rank
             return
         if self._failed:
             sys.stdout.flush()

@@ -80,8 +80,8 @@ def cover(
 ) -> tuple[list[Layer], list[Other]]:
     """Return the covered layers, and all uncovered parameters and running statistics.
 
-    Both lists are in model order. Modules of the types in `covers` are covered, except those
-    without trained parameters, and those that are named in `skip` or inside a module that is.
+    Both lists are in model order. Modules of the types in `covers` are covered, except
+    modules without trained parameters, modules named in `skip`, and modules inside the latter.
     Modules with the same parameters form a single layer if they compute the same output. Other
     modules that share a parameter are not covered.
 
@@ -183,7 +183,7 @@ def alike(first: nn.Module, second: nn.Module) -> bool:
 def offers(
     model: nn.Module, others: Sequence[Other], coverage: Coverage | None = None
 ) -> list[str]:
-    """Return a line for each class of uncovered modules that compute the same as a covered one."""
+    """Return a line for each class of uncovered modules that work like those of a covered class."""
     coverage = coverage or Coverage()
     uncovered = {id(block.tensor) for block in others if block.parameters and not block.ties}
     names: dict[type[nn.Module], list[str]] = {}

@@ -213,7 +213,7 @@ def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
 
 
 def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a value in the parameter's memory layout if the shapes agree, otherwise row-major.
+    """Return a value in the parameter's memory layout or, if the shapes differ, in row order.
 
     The order of summation, and therefore the rounding, depends on the layout.
     """

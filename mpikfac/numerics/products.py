@@ -134,7 +134,7 @@ keeps the multiplied matrix, and appends its coordinates in U."""
 
 
 def from_left(side: Side, matrix: Tensor, transpose: bool = False) -> Tensor:
-    """Return `S @ matrix` or `S^T @ matrix`, with the side's matrix S."""
+    """Return `S @ matrix` or `S^T @ matrix`, where S is the side's matrix."""
     if len(side) == 1:
         return _block_from_left(side[0], matrix, transpose)
     multiply = partial(_block_from_left, transpose=transpose)
@@ -143,7 +143,7 @@ def from_left(side: Side, matrix: Tensor, transpose: bool = False) -> Tensor:
 
 
 def from_right(matrix: Tensor, side: Side, transpose: bool = False) -> Tensor:
-    """Return `matrix @ S` or `matrix @ S^T`, with the side's matrix S."""
+    """Return `matrix @ S` or `matrix @ S^T`, where S is the side's matrix."""
     if len(side) == 1:
         return _block_from_right(side[0], matrix, transpose)
     multiply = partial(_block_from_right, transpose=transpose)

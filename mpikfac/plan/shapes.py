@@ -100,7 +100,7 @@ class FactorShape:
         return self._several((self.order,) * dimensions)
 
     def part(self, dimensions: int) -> Shape:
-        """Return the shape of a block of the decomposition: as `block`, unless the rank is low.
+        """Return the shape of a block of the decomposition; it is that of `block` for a full rank.
 
         With a low rank, `rank` eigenvectors `[order, rank]` are kept, and `[rank + 1]` values, of
         which the first is the mean of all dropped values.
@@ -115,7 +115,7 @@ class FactorShape:
         return self.order if self.rank is None else self.rank + 1
 
     def work(self, power: int = 3) -> int:
-        """Return the operations of a decomposition, or with `power=2` the number of elements.
+        """Return the operations of a decomposition or, with `power=2`, the number of elements.
 
         A full decomposition counts as `order^3` operations.
         """
@@ -186,7 +186,7 @@ class LayerShape:
 
     @property
     def denominators(self) -> Shape:
-        """The shape of the products of eigenvalues: the gradient's, unless a side has low rank."""
+        """The shape of the products of eigenvalues: the gradient's shape, unless a side has low rank."""
         outputs, inputs = (self._values(side) for side in "GA")
         return (*self.gradient[:-2], outputs, inputs)
 

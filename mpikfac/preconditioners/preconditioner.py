@@ -123,7 +123,7 @@ class Preconditioner(Choice):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of decompositions, also in messages and products; None for the model's."""
+        """The dtype of decompositions, as kept, sent and multiplied; None for that of the model."""
         return None
 
     def attach(self, bases: Any) -> Iterable[Any]:
@@ -152,7 +152,8 @@ class Preconditioner(Choice):
         Called only if the form has `of="gradient"`.
 
         Args:
-            gradient: `[outputs, inputs]`, or `[groups, outputs, inputs]`, as are X and Y.
+            gradient: `[outputs, inputs]`, or `[groups, outputs, inputs]`; X and Y have the same
+                shape.
             held: the decompositions in use; None before the first decomposition.
         """
         return gradient, gradient

@@ -52,7 +52,8 @@ class Sample:
         ranks: the number of members of the communicator.
         nodes: the number of nodes on which the members run.
         sharing: the number of communicators that use a node's link at the same time.
-        points: pairs of the whole buffer's bytes, ascending, and the slowest rank's median time.
+        points: pairs, in ascending order, of the bytes of the whole buffer and the median time of
+            the slowest rank.
         codec: the encoding; the seconds include encoding and decoding.
     """
 
@@ -163,7 +164,7 @@ class Machine:
         return Network(model, batch, **values)
 
     def decomposition(self, preconditioner: str, order: int) -> float:
-        """Return the seconds to decompose a factor, extrapolated with the cube of the order.
+        """Return the seconds to decompose a factor; beyond the largest order, they grow cubically.
 
         Raises:
             ValueError: the machine has no times for the preconditioner.

@@ -44,7 +44,7 @@ def choose(
     a single process with the joined batch, without stale bases. All candidates are `tuned` first.
 
     Raises:
-        ValueError: the preconditioner supports no strategy; the message explains the last one.
+        ValueError: the preconditioner supports no strategy; the message is that of the last one.
     """
     plans, refusal = {}, ValueError("there is no strategy to choose from")
     for name, strategy in _candidates(ranks):

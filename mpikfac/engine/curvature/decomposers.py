@@ -50,9 +50,9 @@ class FactorRequest(NamedTuple):
 
     Attributes:
         packed: the packed factors, by name.
-        added: the damping that is added before the decomposition, by name, for the factors whose
-            preconditioner needs this.
-        precise: whether a factor is decomposed in float64, by name.
+        added: for each factor whose preconditioner needs this, by name, the damping that is added
+            before the decomposition.
+        precise: for each factor, by name, whether it is decomposed in float64.
         turn: the slot of the refresh; None for all layers.
         first: whether no decomposition is in use yet.
     """

@@ -271,7 +271,7 @@ def _remove(hooks: list[Attached]) -> None:
 
 
 def _warn_of_removed(name: str, dropped: bool) -> None:
-    """Warn about a pass whose gradients no step uses."""
+    """Warn about a pass whose gradients no step will use."""
     if dropped:
         log.warning(
             "layer %r: the gradients of a backward pass were set to None or 0 before the step, so "
