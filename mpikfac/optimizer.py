@@ -155,8 +155,8 @@ class Optimizer(torch.optim.Optimizer):
         form as in torch's optimizers, for frameworks that read it. To change a hyperparameter, set
         it in `optimizer.param_groups` after loading.
 
-        With COMM-OPT, the default strategy, each rank's state is complete, so any number of ranks can
-        load the state of rank 0. The exceptions are preconditioners whose factors come from the
+        With COMM-OPT, the default strategy, each rank's state is complete, so any number of ranks
+        can load the state of rank 0. The exceptions are preconditioners whose factors come from the
         averaged gradient, such as "shampoo" and "soap", and `Refresh(staleness=1)`: with these,
         each rank stores only the factors that it decomposes, or the pending decompositions that it
         has computed, and must load its own state; other ranks reject the state of rank 0.

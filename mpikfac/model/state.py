@@ -213,7 +213,7 @@ def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
 
 
 def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a value in the parameter's memory layout or, if the shapes differ, in row order.
+    """Return a value in the parameter's memory layout or, if the shapes differ, row by row.
 
     The order of summation, and therefore the rounding, depends on the layout.
     """

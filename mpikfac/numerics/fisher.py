@@ -37,8 +37,8 @@ def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
     """Yield gradients `[batch, outputs]`, one per output, that together represent all labels.
 
     For every example, the sum of the gradients' outer products is the Hessian of the example's part
-    of the mean loss, divided by the batch size. Squared gradients of the mean loss are scaled in the
-    same way.
+    of the mean loss, divided by the batch size. Squared gradients of the mean loss have the same
+    scale.
 
     Raises:
         ValueError: outputs have positions; each position would need one gradient per output.

@@ -186,7 +186,7 @@ class LayerShape:
 
     @property
     def denominators(self) -> Shape:
-        """The shape of the products of eigenvalues: the gradient's shape, unless a side has low rank."""
+        """The shape of the products of eigenvalues: the gradient's, but smaller for a low rank."""
         outputs, inputs = (self._values(side) for side in "GA")
         return (*self.gradient[:-2], outputs, inputs)
 
@@ -226,7 +226,7 @@ class LayerShape:
         return [across[s] * sum(map(_elements, self.side(s))) for s in matrices]
 
     def orthogonalising(self) -> list[int]:
-        """Return the number of multiplications that orthogonalise a direction."""
+        """Return the number of multiplications in each product that orthogonalises a direction."""
         if not self.maps_vectors:
             return []
         large = max(self.outputs, self.inputs)
