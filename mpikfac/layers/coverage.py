@@ -80,10 +80,10 @@ def cover(
 ) -> tuple[list[Layer], list[Other]]:
     """Return the covered layers, and all uncovered parameters and running statistics.
 
-    Both lists are in model order. Modules of the types in `covers` are covered, except
-    modules without trained parameters, modules named in `skip`, and modules inside the latter.
-    Modules with the same parameters form a single layer if they compute the same output. Other
-    modules that share a parameter are not covered.
+    Both lists are in model order. Modules of the types in `covers` are covered, except modules
+    without trained parameters, modules named in `skip`, and modules inside the latter. Modules with
+    the same parameters form a single layer if they compute the same output. Other modules that share
+    a parameter are not covered.
 
     Args:
         statistics_dtype: the dtype to which inputs of convolutions are rounded before they are

@@ -41,8 +41,8 @@ class RecordingHooks(Part):
     A call counts if the model is in `train()` mode, recording is not paused, and a backward pass
     computes gradients of parameters from it. Calls that trace or export the model do not count. If
     the Fisher matrix uses labels that `KFAC.record` draws, only the passes of `record` count. A
-    pass does not count either if its gradients are set to None or 0 before the next pass: the
-    moments contain the same passes as `.grad`.
+    pass is also excluded if its gradients are set to None or 0 before the next pass: the moments
+    contain the same passes as `.grad`.
 
     Attributes:
         recording: whether passes count.
