@@ -82,8 +82,8 @@ def cover(
 
     Both lists are in model order. Modules of the types in `covers` are covered, except modules
     without trained parameters, modules named in `skip`, and modules inside the latter. Modules with
-    the same parameters form a single layer if they compute the same output. Other modules that share
-    a parameter are not covered.
+    the same parameters form a single layer if they compute the same output. Other modules that
+    share a parameter are not covered.
 
     Args:
         statistics_dtype: the dtype to which inputs of convolutions are rounded before they are
