@@ -124,12 +124,10 @@ def draw(task: EquationTask, path: Path) -> None:
     second = "t" if len(task.equation.sides) == 3 else "y"
     solution, error = figure.subplots(ncols=2)
     largest = (found - exact).abs().max().item()
+    signed = {"cmap": "coolwarm", "vmin": -largest, "vmax": largest}
     for panel, values, name, looks in (
         (solution, found, "u", {"cmap": "viridis"}),
-        (
-            *(error, found - exact, "u of the network - exact u"),
-            {"cmap": "coolwarm", "vmin": -largest, "vmax": largest},
-        ),
+        (error, found - exact, "u of the network - exact u", signed),
     ):
         square = values.view(GRID, GRID).T.numpy()
         image = panel.imshow(square, origin="lower", extent=(0, 1, 0, 1), **looks)

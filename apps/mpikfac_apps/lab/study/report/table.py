@@ -59,25 +59,31 @@ def rows(
         share, waiting = _collectives(cell)
         reached = cell.curve.reached(target) if target else None
         row = {
-            **{"cell": cell.cell.label, "variant": cell.cell.variant, "ranks": cell.cell.ranks},
-            **{"seed": cell.cell.options.seed, "state": cell.state},
-            **{"numbers": letters[cell.cell.variant], "step_seconds": cell.step},
+            "cell": cell.cell.label,
+            "variant": cell.cell.variant,
+            "ranks": cell.cell.ranks,
+            "seed": cell.cell.options.seed,
+            "state": cell.state,
+            "numbers": letters[cell.cell.variant],
+            "step_seconds": cell.step,
             "least_step_seconds": min(cell.step_seconds, default=None),
             "most_step_seconds": max(cell.step_seconds, default=None),
             "predicted_step_seconds": predictions.get(cell.cell.label),
             "images_per_second": cell.images_per_second,
             "against_sgd": against_sgd(cells, cell),
-            **{"share_in_collectives": share, "share_waiting": waiting},
-            **{"sent_bytes_per_step": cell.wire, "held_bytes": cell.memory},
-            **{"first_train_loss": cell.train_loss, cell.curve.measure.key: cell.final},
+            "share_in_collectives": share,
+            "share_waiting": waiting,
+            "sent_bytes_per_step": cell.wire,
+            "held_bytes": cell.memory,
+            "first_train_loss": cell.train_loss,
+            cell.curve.measure.key: cell.final,
             "epochs_to_target": reached.epochs if reached else None,
             "seconds_to_target": reached.seconds if reached else None,
             "steps_to_target": reached.steps if reached else None,
-            **{
-                "more_ranks_than_cores": cell.crowded,
-                "other_work": cell.result and cell.result.others,
-            },
-            **{"busy": cell.busy, "sgd_busy": base is not None and base.busy},
+            "more_ranks_than_cores": cell.crowded,
+            "other_work": cell.result and cell.result.others,
+            "busy": cell.busy,
+            "sgd_busy": base is not None and base.busy,
         }
         cell_rows.append(row)
     return cell_rows
