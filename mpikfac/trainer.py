@@ -229,7 +229,7 @@ class Trainer:
         if examples is not None:
             gradients.weigh(examples, method.examples)
             if not examples:
-                method.abort_batch()  # this also drops passes over ignored labels
+                method.abort_batch()  # also drops passes with no label that counts
         if scaler is not None and not average_scaled(gradients, scaler, method.unscale(scaler)):
             self._skip(arguments)
             return
