@@ -253,7 +253,7 @@ def _of_steps(cells: Sequence[Measured]) -> tuple[Picture, ...]:
             "refreshes curvature. Both steps of a row have the same scale, but rows differ in "
             "scale. A stage inside a longer stage is drawn on top of it. A thin bar is an "
             "overlapped message, and while a rank waits for one, it is drawn in the stage of the "
-            "messages. Gaps are work outside all stages, such as that before the first bar. "
+            "messages. Gaps are work outside all stages, such as that before the forward pass. "
             f"Of more than {SHOWN} variants, {SHOWN} are drawn, evenly spaced "
             "in the order from the fastest to the slowest step, on the largest number of ranks.",
             "no cell has a trace (trace.json.gz, written with trace_steps)",
