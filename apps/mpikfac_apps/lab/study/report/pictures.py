@@ -249,8 +249,8 @@ def _line_with_an_end(
     panel.plot(along, [mean.mean for mean in means], markersize=4, **style)
     if len(runs) > 1:
         beside = along[-1] * (1 + 0.02 * (place + 1))
-        low, mean, high = map(measure.possible, means[-1].around)
-        bars_between(panel, [beside], [(low, mean, high)], style)
+        low, middle, high = map(measure.possible, means[-1].around)
+        bars_between(panel, [beside], [(low, middle, high)], style)
 
 
 def scaling(all_cells: Sequence[Measured]) -> Figure | None:
