@@ -228,7 +228,7 @@ def test_the_number_of_test_images_is_said_if_it_is_known(tmp_path, name, change
     wanted = read(tmp_path, options=options, matrix={"strategy": ["sgd"], "ranks": [1]})
     fill(tmp_path, wanted.cells[0])
     text = sentences(wanted, tmp_path)
-    assert (f"The test has {told} images: one" in text) == (told is not None)
+    assert (f"The test has {told} images: each" in text) == (told is not None)
     assert ("The test has" in text) == (told is not None)
     assert TEST_IMAGES["digits"] == len(datasets.digits().test_images)
 

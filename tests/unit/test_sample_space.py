@@ -618,9 +618,7 @@ def test_steps_without_points_or_with_too_many_are_refused(monkeypatch):
     never = SampleSpace(network(), [Term(lambda m, x: pytest.fail("it was called"), points(5))])
     with pytest.raises(mpikfac.UserError, match="5 residuals need a matrix"):
         never.step()
-    with pytest.raises(
-        ValueError, match="'interior' is not the name of a term; use one of border"
-    ):
+    with pytest.raises(ValueError, match="'interior' is not the name of a term; use one of border"):
         steps.renew(interior=points(5))
 
 

@@ -94,7 +94,7 @@ def _about_machine(done: Sequence[Measured]) -> Iterator[str]:
         cores = distinct(cell.result.cores for cell in crowded if cell.result)
         yield (
             f"On {listed(map(str, ranks))} ranks, the machine has fewer cores than ranks "
-            f"({cores}): their times include waiting for cores, which cannot be told from waiting "
+            f"({cores}): the times include waiting for cores, which cannot be told from waiting "
             "for messages. Compare strategies on the same number of ranks. To measure scaling, "
             "use a core for each rank."
         )
@@ -133,8 +133,10 @@ def _about_test(done: Sequence[Measured]) -> Iterator[str]:
     }
     (count,) = counts if len(counts) == 1 else (None,)
     if count and done[0].curve.measure.name == "accuracy":
-        one = f"one of them is {100 / count:.2g} % of accuracy"
-        yield f"The test has {number(count, 'image')}: {one}."
+        yield (
+            f"The test has {number(count, 'image')}: each of them changes the accuracy by "
+            f"{100 / count:.2g} percentage points."
+        )
 
 
 # -- what the results show -----------------------------------------------------------------------
