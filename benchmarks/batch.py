@@ -118,7 +118,7 @@ def draw_seconds(
     panel.text(
         start * 1.1,
         0.98,
-        f"no measurement beyond {MEASURED} ranks",
+        "more ranks than the machine was calibrated with",
         transform=panel.get_xaxis_transform(),
         va="top",
     )

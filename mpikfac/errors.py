@@ -31,7 +31,7 @@ class UserError(Exception):
 class RanksDifferError(UserError):
     """Report that values that must be equal on all ranks differ.
 
-    Retrying does not help: the values keep differing until one rank's are copied to the others.
+    Retrying does not help: the values differ until those of one rank are copied to the others.
     """
 
 
@@ -61,7 +61,7 @@ def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Itera
     """End the whole job if the body fails on any rank, so that no rank is left waiting.
 
     A `UserError` (known to all ranks) is printed once as `mpikfac: ...`, and every rank exits with
-    code 2. After any other exception the failing rank prints the traceback and a one-line summary,
+    code 2. After any other exception, the failing rank prints the traceback and a one-line summary,
     and aborts the job with code 1. `SystemExit` counts as a failure as well, because the other
     ranks would wait forever. In a single-rank job, a `KeyboardInterrupt` is re-raised.
 

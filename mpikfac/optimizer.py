@@ -93,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """The state of the trainer's optimizer, without K-FAC's; see `state_dict`."""
+        """The state of the trainer's optimizer, without that of K-FAC; see `state_dict`."""
         return self.trainer.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -155,12 +155,11 @@ class Optimizer(torch.optim.Optimizer):
         form as in torch's optimizers, for frameworks that read it. To change a hyperparameter, set
         it in `optimizer.param_groups` after loading.
 
-        With COMM-OPT, the default strategy, each rank's state is complete, so any number of
-        ranks can load rank 0's. The exceptions are preconditioners whose
-        factors come from the averaged gradient, such as "shampoo" and "soap", and
-        `Refresh(staleness=1)`: with these, each rank stores only the factors that it decomposes, or
-        the pending decompositions that it has computed, and must load its own state; rank 0's is
-        rejected.
+        With COMM-OPT, the default strategy, each rank's state is complete, so any number of ranks
+        can load the state of rank 0. The exceptions are preconditioners whose factors come from the
+        averaged gradient, such as "shampoo" and "soap", and `Refresh(staleness=1)`: with these,
+        each rank stores only the factors that it decomposes, or the pending decompositions that it
+        has computed, and must load its own state; other ranks reject the state of rank 0.
 
         Collective over: see `KFAC.state_dict`.
         """

@@ -66,8 +66,8 @@ class Event(NamedTuple):
 class Trace:
     """Record the cost of every stage on this rank since the last `clear`.
 
-    Once CUDA is in use, a stage is timed with events on the current stream, from when the GPU
-    begins the stage's work until it has finished it. The step does not wait for the GPU, but
+    Once CUDA is in use, a stage is timed with events on the current stream, from the moment
+    the GPU begins the stage's work until it finishes. The step does not wait for the GPU, but
     reading `seconds` does.
 
     Stages on background threads that Python has started are counted separately from those on the
@@ -77,11 +77,11 @@ class Trace:
         events: whether to record events from the start; see `record`.
 
     Attributes:
-        calls: the number of runs by stage; under "decompositions", the number of factors that this
+        calls: by stage, the number of runs; under "decompositions", the number of factors that this
             rank decomposed.
-        sent: bytes passed to MPI by stage.
+        sent: by stage, the bytes passed to MPI.
         current: the innermost stage that the training is in, or "".
-        background: seconds by stage on background threads.
+        background: by stage, the seconds on background threads.
     """
 
     def __init__(self, events: bool = False) -> None:

@@ -229,7 +229,7 @@ class Trainer:
         if examples is not None:
             gradients.weigh(examples, method.examples)
             if not examples:
-                method.abort_batch()  # this also drops passes over ignored labels
+                method.abort_batch()  # also drops passes with no label that counts
         if scaler is not None and not average_scaled(gradients, scaler, method.unscale(scaler)):
             self._skip(arguments)
             return
@@ -293,7 +293,7 @@ class Trainer:
         return unequal + [statistic.tensor for statistic in self.built.gradients.statistics]
 
     def _skip(self, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
-        """Drop a batch whose gradients are not finite, on all ranks."""
+        """Drop, on all ranks, a batch whose gradients are not finite."""
         self.built.method.abort_batch()
         self.built.update.abort_batch()
         self._end(arguments)
@@ -321,7 +321,7 @@ class Trainer:
             self._follow_votes(arguments)
 
     def _follow_votes(self, arguments: Mapping[str, object]) -> None:
-        """Report what differs if ranks' checksums differ, and adopt a change to any rank's model.
+        """Report what differs between ranks, if anything, and adopt a change to any rank's model.
 
         Collective over: world.
 
@@ -675,7 +675,7 @@ def _split_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> 
     """Return what a plan needs to know about split layers, as described by the first of them.
 
     Raises:
-        ValueError: the layers are split over a different number of ranks.
+        ValueError: the layers are split for another number of ranks.
     """
     for module in model.modules():
         describe_split = getattr(vars(module).get("forward"), "describe", None)

@@ -139,7 +139,7 @@ class CheckpointWriter:
             wait([self._shard])
 
     def close(self) -> None:
-        """Wait until older checkpoints are deleted, and end the thread, which writes no more.
+        """Wait until older checkpoints are deleted, and end the thread; nothing can be saved later.
 
         Collective over: none.
         """
@@ -174,7 +174,7 @@ def load_checkpoint(comm: Comm, path: str | Path) -> Checkpoint:
 
 
 def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint under `root`, after checking all files; or None.
+    """Check the files, and return the newest undamaged checkpoint under `root`, or None.
 
     Everything named `step-<step>` counts as a checkpoint. A damaged checkpoint, including one
     without a manifest, is skipped with a warning, and so is a checkpoint if the last two starts
@@ -240,7 +240,7 @@ class _Begun:
 def _begin(comm: Comm, root: Path, items: Mapping[str, Value], step: int, keep: int) -> _Begun:
     if not isinstance(step, SupportsIndex) or step < 0 or keep < 1:
         raise ValueError(f"step={step} and keep={keep} must be integers, >= 0 and >= 1")
-    step = operator.index(step)  # JSON has no NumPy integers
+    step = operator.index(step)  # JSON cannot contain NumPy integers
     agree(comm, {"root": str(root), "step": step, "keep": keep})
     items = {name: value for name, value in items.items() if name != PARAM_GROUPS}
     begun = _Begun(root / f"step-{step:09d}", step, [], {}, "", [], [])

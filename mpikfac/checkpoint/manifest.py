@@ -26,7 +26,7 @@ from mpikfac.errors import UserError
 
 FORMAT, VERSION = "mpikfac checkpoint", 3
 MOST_STEPS = 2**53
-"""The highest valid step; no run takes more, and float64 cannot represent all higher integers."""
+"""The highest valid step; no run takes more steps, and float64 cannot count beyond it."""
 log = logging.getLogger("mpikfac")
 
 UNREADABLE = (
@@ -211,7 +211,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_form(manifest: Mapping[str, Any]) -> None:
-    """Check that the manifest has the form of `make_manifest`, which a digest does not prove."""
+    """Check that the manifest has the form that `make_manifest` writes, whatever its digest."""
     numbers = [manifest["step"]]
     if not isinstance(writer := manifest.get("writer", ""), str):
         raise ValueError(f"has writer={writer!r}, which is not a str; use another checkpoint")

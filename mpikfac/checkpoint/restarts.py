@@ -1,4 +1,4 @@
-"""Detect crash loops: count consecutive starts from a checkpoint that commit no newer one.
+"""Detect crash loops: count the starts from a checkpoint until one commits a newer checkpoint.
 
     root/starts.json    [{"step": 120, "digest": "...", "starts": 2}]
 

@@ -23,8 +23,8 @@ def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterat
     """Raise the same `UserError` on every rank if the body raises an error on any rank.
 
     Catches errors in files and data (`OSError`, `ValueError`, `UserError`). All ranks raise
-    the message of the lowest failing rank, preceded by `doing`; a `RanksDifferError` keeps its
-    type.
+    an error with the message of the lowest failing rank, preceded by `doing`; a
+    `RanksDifferError` keeps its type.
 
     Args:
         untrusted: whether the body parses a file's content, so a missing key, a wrong type or a
@@ -126,7 +126,7 @@ def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
 
 
 def _broadcast_bytes(comm: MPI.Intracomm, host: Tensor, root: int) -> None:
-    content = host.view(-1).view(torch.uint8)  # `numpy()` would permanently fix its size
+    content = host.view(-1).view(torch.uint8)  # a tensor that NumPy shares cannot be resized
     for piece in pieces(content, 0, len(content), MAX_COUNT):
         comm.Bcast(piece, root=root)
 

@@ -41,8 +41,8 @@ class Grid:
 
     Attributes:
         world: all ranks; statistics and gradients are reduced over it.
-        column: the gradient workers of a set of layers, to which decompositions are published.
-        row: one rank from every column, to which preconditioned gradients are published.
+        column: the gradient workers of a set of layers; decompositions are published to them.
+        row: one rank from every column; preconditioned gradients are published to them.
         encoded: sends compressed messages, and keeps the compression errors.
         combiner: aggregates the vectors of all ranks with a robust rule, and keeps its state.
 

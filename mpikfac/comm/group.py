@@ -115,7 +115,7 @@ class Group:
     def sum_parts(self, x: Tensor, dim: int, stage: str) -> Tensor:
         """Return this rank's part, along `dim`, of the sum of all members' tensors.
 
-        Dtypes with less than 32 bits are summed in float32.
+        Values of fewer than 32 bits are summed in float32.
 
         Collective over: group.
         """

@@ -56,7 +56,7 @@ def world() -> MPI.Intracomm:
         ValueError: the process group of torch.distributed cannot send host memory.
         SystemExit: with code 2, after one line with the reason: `torchrun` started processes that
             are not connected yet, a launcher started N jobs of size 1, or this is a worker process,
-            such as a data loader's.
+            such as one of a data loader.
     """
     comm = MPI.COMM_WORLD
     if comm.size == 1 and connected() > 1:

@@ -1,7 +1,7 @@
 """Start MPI when a program first uses it, in `world()`, and not on import.
 
-If no MPI library is found, or `torchrun` started the process, a stand-in with a single rank takes
-its place. Process groups use the constants of this stand-in, too.
+If no MPI library is found, or `torchrun` started the process, a stand-in with a single rank
+replaces MPI. Process groups use the constants of this stand-in, too.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _copied(value: object) -> object:
 
 
 def _alone() -> Any:
-    """Return the names of `mpi4py.MPI` that a single process or a process group needs."""
+    """Return a stand-in for `mpi4py.MPI`, with all that one process or a process group needs."""
     return SimpleNamespace(
         BAND="logical and of bits",
         COMM_WORLD=_Alone(),
@@ -114,7 +114,7 @@ class _OnDemand:
     unless the program has already done so: each process would become a separate MPI job.
 
     Attributes:
-        missing: why no MPI library could be loaded; "" if one was, or was not needed.
+        missing: why no MPI library could be loaded; "" if one was loaded, or none was needed.
     """
 
     def __init__(self) -> None:

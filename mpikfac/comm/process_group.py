@@ -1,7 +1,7 @@
 """Wrap a process group of torch.distributed as a communicator with the methods used for messages.
 
-Buffers in host memory need gloo. Device buffers are sent by the group's backend for the device if
-it is not gloo; this has not been tested with NCCL.
+Buffers in host memory need gloo. Device buffers are sent by the group's backend for the device,
+unless that is gloo; this has not been tested with NCCL.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def over(group: ProcessGroup | None = None) -> MPI.Intracomm:
         optimizer = mpikfac.KFACOptimizer(model, comm=mpikfac.over())
 
     The group needs a backend for host memory: "gloo", or "cpu:gloo,cuda:nccl" to send device
-    memory with NCCL. The backend sums in its own order, which can differ from MPI's. Strategies
-    with servers need MPI. Processes outside a group must not call this: for some of them, torch's
-    `new_group` returns None.
+    memory with NCCL. The backend sums in its own order, which can differ from that of MPI.
+    Strategies with servers need MPI. Processes outside a group must not call this: for some of
+    them, torch's `new_group` returns None.
 
     Collective over: none.
 
@@ -197,7 +197,7 @@ class ProcessGroupComm:
     # -- communicators ---------------------------------------------------------------------------
 
     def _of(self, members: Sequence[int], name: str, sides: Sequence[int] = ()) -> ProcessGroupComm:
-        """Return a communicator of some members; those of the same members share a group.
+        """Return a communicator of `members`; communicators with the same members share a group.
 
         Collective over: members.
         """
@@ -367,7 +367,7 @@ class ProcessGroupComm:
         self._start("Barrier", distributed.barrier).Wait()
 
     def Ibarrier(self) -> Meeting:
-        """Announce that this rank has reached its end; the request tests whether all ranks have."""
+        """Announce that this rank has arrived; the request tests whether all ranks have."""
         meetings = _groups(distributed.group.WORLD).meetings
         meetings[self._group] += 1
         key = f"mpikfac/end {meetings[self._group]}"
@@ -396,11 +396,11 @@ class Groups:
         world: the group of all processes; each initialisation creates a new one.
 
     Attributes:
-        shared: the groups that all communicators of the same ranks share, except those that `Dup`
-            returned; these ranks call collectives in the same order.
+        shared: the group of all communicators of the same ranks, except for communicators that
+            `Dup` returned; the ranks of a group call its collectives in the same order.
         free: the groups that `Free` has returned, to be used by the next `Dup`.
-        created: the number of groups created so far, by ranks.
-        meetings: the number of `Ibarrier`s so far, by group.
+        created: for each tuple of ranks, the number of groups created so far.
+        meetings: for each group, the number of `Ibarrier`s so far.
     """
 
     def __init__(self, world: ProcessGroup) -> None:
@@ -471,7 +471,7 @@ def _summed(numbers: Tensor, op: Any = None) -> tuple[Tensor, Any]:
     if op is None or op == MPI.SUM:
         return numbers, distributed.ReduceOp.SUM
     if op == MPI.BAND:
-        return numbers, distributed.ReduceOp.MIN  # of 0 and 1
+        return numbers, distributed.ReduceOp.MIN  # all values are 0 or 1
     if op == bfloat16_sum():
         return numbers.view(torch.bfloat16), distributed.ReduceOp.SUM
     raise ValueError(f"op={op!r} cannot be reduced over a process group: use MPI.SUM")

@@ -31,7 +31,7 @@ class Request(NamedTuple):
         step: the step in which the client computed the update.
         wish: whether the client requests a meeting of all clients.
         votes: the votes, averaged over the client's ranks.
-        numbers: the hyperparameters of parameter groups that the client has changed.
+        numbers: the parameter groups' hyperparameters that have changed on the client.
     """
 
     step: int

@@ -52,7 +52,7 @@ class Place(NamedTuple):
         return f"step {self.step} of {self.name}"
 
     def meets(self, other: Place) -> bool:
-        """Return whether both are in the same step."""
+        """Return whether two ranks at these positions are in the same step."""
         return self[:3] == other[:3]
 
 
@@ -83,7 +83,7 @@ class WatchedSteps:
         """Return a context in which the rank takes a step with the given arguments.
 
         Args:
-            arguments: must be equal on all ranks.
+            arguments: the arguments on which all ranks must agree.
 
         Raises:
             UserError: another rank sends messages of a different size.
@@ -241,11 +241,11 @@ class Watch:
         _print(f"rank {self._rank} of {self._size}, {platform.node()}: {why}; stacks:\n{stacks}")
 
     def _end_program(self) -> None:
-        """At the end of the program, wait for the previous rank, which might wait for this one.
+        """At the end of the program, wait for the previous rank, which may still need this one.
 
         If an exception ends the program, end the job.
         """
-        if MPI.Is_finalized() or os.getpid() != self._process:  # a fork is not a rank
+        if MPI.Is_finalized() or os.getpid() != self._process:  # a forked process is not a rank
             return
         if self._failed:
             sys.stdout.flush()

@@ -88,7 +88,7 @@ class Gradients:
     # -- local gradients -------------------------------------------------------------------------
 
     def look(self, values: object) -> bool:
-        """Record in the votes any change to the model, and `values`, which must agree on all ranks.
+        """Vote on whether the model has changed, and on `values`, which must be equal on all ranks.
 
         New parameters are not updated in this step.
 

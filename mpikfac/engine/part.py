@@ -106,7 +106,7 @@ class Part:
             tensor.copy_(state[name])
 
     def take_over(self, before: Any) -> set[str]:
-        """Copy the tensors whose name and shape are unchanged from the previous part.
+        """Copy from the previous part the tensors whose name and shape are unchanged.
 
         Returns:
             The names of the items that were copied on this rank.
@@ -159,7 +159,7 @@ class PreconditionerPart(Part):
         raise NotImplementedError
 
     def restart(self, weights: Mapping[str, Tensor], turn: int | None) -> None:
-        """Restart layers with new bases: all layers, or those of slot `turn` of a refresh.
+        """Restart the averages of layers with new bases: all layers, or those of slot `turn`.
 
         Args:
             weights: the weights of the factors' averages.
@@ -168,7 +168,7 @@ class PreconditionerPart(Part):
 
 
 def handed_on(comm: Comm, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
-    """Copy the tensors whose name and shape are unchanged, even across ranks; return their names.
+    """Copy tensors whose name and shape are unchanged, also between ranks; return their names.
 
     Collective over: comm.
     """

@@ -171,7 +171,7 @@ class ShardReader(Reader):
             gradient.copy_(rows.view(gradient.shape))
 
     def _for_rank(self, rank: int) -> Iterator[Tensor]:
-        """Yield `rank`'s rows of each direction that this rank owns, and 1, or 0 to skip it."""
+        """Yield, for each direction of this owner, the rows of `rank`, and 1, or 0 to skip them."""
         like, shards = self.sender.arena.flat, self._site.plan.sharding.shards
         for each in self._owned:
             elements = each.planned.elements

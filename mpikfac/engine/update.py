@@ -108,7 +108,7 @@ class ShardOwners(ByOwners):
 
 
 class Owners(ByOwners):
-    """Let each block's updater update it and send the weights to all ranks.
+    """Update each block on its updater, which then sends the weights to all ranks.
 
     The optimizer holds no state for blocks that other ranks update.
     """
@@ -138,7 +138,7 @@ class Owners(ByOwners):
         try:
             super().step(optimizer)
             self._publish()
-        finally:  # weights written by an interrupted step are not the program's
+        finally:  # the program has not written the weights of an interrupted step
             if self.writes is not None:
                 self.writes.note()
 

@@ -19,7 +19,7 @@ def call_sizes(
     """Return the sizes of all calls of each layer in a forward and a backward pass.
 
     If a layer has several groups, only the first one is measured. On torch's meta device, the
-    passes compute no values. The passes change the parameters' gradients and running statistics.
+    passes compute no values. The passes change the model's gradients and running statistics.
 
     Args:
         model: a model in training mode that returns a single tensor.

@@ -80,10 +80,10 @@ def cover(
 ) -> tuple[list[Layer], list[Other]]:
     """Return the covered layers, and all uncovered parameters and running statistics.
 
-    Both lists are in model order. Modules of the types in `covers` are covered, except those
-    without trained parameters, and those that are named in `skip` or inside a module that is.
-    Modules with the same parameters form a single layer if they compute the same output. Other
-    modules that share a parameter are not covered.
+    Both lists are in model order. Modules of the types in `covers` are covered, except modules
+    without trained parameters, modules named in `skip`, and modules inside the latter. Modules with
+    the same parameters form a single layer if they compute the same output. Other modules that
+    share a parameter are not covered.
 
     Args:
         statistics_dtype: the dtype to which inputs of convolutions are rounded before they are
@@ -183,7 +183,7 @@ def alike(first: nn.Module, second: nn.Module) -> bool:
 def offers(
     model: nn.Module, others: Sequence[Other], coverage: Coverage | None = None
 ) -> list[str]:
-    """Return a line for each class of uncovered modules that compute the same as a covered one."""
+    """Return a line for each class of uncovered modules that work like those of a covered class."""
     coverage = coverage or Coverage()
     uncovered = {id(block.tensor) for block in others if block.parameters and not block.ties}
     names: dict[type[nn.Module], list[str]] = {}
@@ -204,8 +204,8 @@ def check_any_covered(
     """Check that K-FAC covers at least one layer if a module's class derives from a covered one.
 
     Raises:
-        ValueError: no layer is covered, although a trained module that is not skipped has a class
-            derived from a covered one, such as a wrapper's.
+        ValueError: no layer is covered, although the class of a trained module that is not skipped,
+            such as a wrapper, derives from a covered one.
     """
     coverage = coverage or Coverage()
     for name, module in model.named_modules() if not layers else ():

@@ -170,7 +170,7 @@ class Layer:
             x = self._dense(x)
         if x.is_floating_point():  # under autocast, autograd saves a copy, so x may be overwritten
             x = x.detach().to(output.dtype)
-        # A split layer has its own `watch`: its examples and channels can differ from the rank's.
+        # A split layer has its own `watch`: its examples and channels can be those of other ranks.
         watch = getattr(self.module.forward, "watch", None)
         return (x, partial(listen, output)) if watch is None else watch(x, output)
 

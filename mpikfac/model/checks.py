@@ -40,7 +40,7 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
 
     Raises:
         ValueError: no parameter is trained, the dtype is not supported, or a tensor's dtype or
-            device differs from the first one's.
+            device differs from that of the first tensor.
     """
     tensors = [(block.name, tensor) for block in blocks for tensor in _tensors(block)]
     if not tensors:

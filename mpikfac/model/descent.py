@@ -84,7 +84,7 @@ class StepGuard:
             self._allowed.discard(stepped)
 
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            # Prepare a wrapper that did not call super().__init__() as torch does after unpickling.
+            # If a wrapper did not call super().__init__(), do what torch does after unpickling.
             vars(optimizer).setdefault("defaults", {})
             Optimizer.__setstate__(optimizer, {})
         self._hook = optimizer.register_step_pre_hook(check)

@@ -95,7 +95,7 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
 
 
 def _differing(sums: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return, for each differing name, the first rank that differs from rank 0."""
+    """Return, for each name whose sums differ, the first rank whose sum is not that of rank 0."""
     differing: dict[str, int] = {}
     first, *others = sums
     for rank, of_rank in enumerate(others, start=1):

@@ -23,7 +23,7 @@ from mpikfac.plan.names import OF_GROUPS, OF_MODEL, OF_OPTIMIZER_STATE, OPTIMIZE
 
 Stepped = Mapping[str, nn.Parameter]
 MOST_STEPS = 2**53
-"""A larger number of steps is a mistake: float64 cannot count beyond it."""
+"""The maximum number of steps; float64 cannot count beyond it."""
 MOMENTUM = "momentum_buffer"
 OF_PARAMETERS = ("params", "param_names")
 """Keys of a parameter group that are not settings."""
@@ -112,7 +112,7 @@ def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, An
     """Return the optimizer state of `stepped`, which optimizers create in a parameter's first step.
 
     Raises:
-        ValueError: the shape of an item differs from the parameter's; this is not checked for items
+        ValueError: the shape of an item differs from that of the parameter; not checked for items
             that only optimizers outside of torch create.
     """
     items: dict[str, Any] = {}
@@ -213,7 +213,7 @@ def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
 
 
 def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a value in the parameter's memory layout if the shapes agree, otherwise row-major.
+    """Return a value in the parameter's memory layout or, if the shapes differ, row by row.
 
     The order of summation, and therefore the rounding, depends on the layout.
     """

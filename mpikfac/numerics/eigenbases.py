@@ -225,7 +225,7 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grown(factor: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
-    """Estimate by how much `[]` an eigenvalue outside of the vectors exceeds the smallest kept one.
+    """Estimate how far an eigenvalue outside of the vectors exceeds the smallest kept one, `[]`.
 
     This is a lower bound: no probe's Rayleigh quotient is above the largest eigenvalue outside.
     """

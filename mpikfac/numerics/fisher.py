@@ -37,8 +37,8 @@ def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
     """Yield gradients `[batch, outputs]`, one per output, that together represent all labels.
 
     For every example, the sum of the gradients' outer products is the Hessian of the example's part
-    of the mean loss, divided by the batch size, which is how squared gradients of the mean loss are
-    scaled.
+    of the mean loss, divided by the batch size. Squared gradients of the mean loss have the same
+    scale.
 
     Raises:
         ValueError: outputs have positions; each position would need one gradient per output.
@@ -74,7 +74,7 @@ def _drawn_bits(outputs: Tensor) -> Tensor:
 
 
 def _class_root(outputs: Tensor) -> Tensor:
-    """Return `(I - p 1^T) diag(p)^(1/2) / batch`; its first part is a root of `diag(p) - p p^T`."""
+    """Return `(I - p 1^T) diag(p)^(1/2) / batch`; times `batch`, a root of `diag(p) - p p^T`."""
     p = outputs.softmax(1)
     root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None, :]
     return root / len(outputs)

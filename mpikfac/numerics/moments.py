@@ -7,9 +7,9 @@ Then
 
     expand         A = sum(a a^T) / (B S)      G = B sum(g g^T)
 
-make `A (x) G` the layer's Fisher block if positions are independent, exactly for linear layers
-[Grosse & Martens 2016; Eschenhagen et al. 2023]. Two more scalings exist for comparison; both
-change the meaning of a damping value:
+make `G (x) A` an approximation of the layer's Fisher block that treats positions as independent; it
+is exact in a linear network if each position has its own loss [Grosse & Martens 2016; Eschenhagen
+et al. 2023]. Two more scalings exist for comparison; both change the meaning of a damping value:
 
     sc20           A = sum(a a^T) / (B S^2)    G = B S sum(g g^T)       same product as expand
     kfac-pytorch   A = sum(a a^T) / (B S^3)    G = sum(g g^T) / (B S^3) product B^2 S^5 smaller
@@ -68,7 +68,7 @@ def squares(columns: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = prod
 
 
 def sum_of(rows: Tensor, bias: bool = False) -> Tensor:
-    """Return `sum(a)` `[..., n]` over `rows` `[vectors, ..., n]`, with a 1 in each for a bias."""
+    """Return `sum(a)` `[..., n]` over `rows` `[vectors, ..., n]`; a bias appends a 1 to each."""
     total = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
     return F.pad(total, (0, 1), value=len(rows)) if bias else total
 

@@ -24,8 +24,8 @@ LEAST = 128  # the minimum order of squares on a GPU: fewer different orders nee
 def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return matrices with the same singular vectors, and with singular values near 1.
 
-    Four odd polynomials move all singular values above 1/350 of a bound on the largest one to
-    between 0.78 and 1.24. A smaller one grows to at least 270 times its fraction of the bound.
+    Four odd polynomials move all singular values above 1/350 of a bound on the largest one into
+    the interval [0.78, 1.24]. A smaller one grows to at least 270 times its fraction of the bound.
     Zeros stay zeros, and a matrix that is not finite becomes NaN.
 
     Let X be a matrix in its wide form, divided by a bound on its largest singular value. A step is
@@ -70,7 +70,7 @@ def _polynomials(squares: Tensor) -> Tensor:
     # The root of the norm of S^2 is at least the largest eigenvalue of S, and close to it [CANS].
     bound = higher.norm(dim=(-2, -1), keepdim=True).sqrt_().mul_(MARGIN).clamp_min_(limits.eps)
     squares, higher = squares / bound, higher / bound**2
-    scale, rest = 1.0, higher  # which becomes the first H in place
+    scale, rest = 1.0, higher  # `higher` becomes the first H in place
     for number, (first, third, fifth) in enumerate(STEPS):
         higher = higher.mul_(fifth).add_(squares, alpha=third)  # H
         if number:

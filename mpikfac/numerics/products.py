@@ -134,7 +134,7 @@ keeps the multiplied matrix, and appends its coordinates in U."""
 
 
 def from_left(side: Side, matrix: Tensor, transpose: bool = False) -> Tensor:
-    """Return `S @ matrix` or `S^T @ matrix`, with the side's matrix S."""
+    """Return `S @ matrix` or `S^T @ matrix`, where S is the side's matrix."""
     if len(side) == 1:
         return _block_from_left(side[0], matrix, transpose)
     multiply = partial(_block_from_left, transpose=transpose)
@@ -143,7 +143,7 @@ def from_left(side: Side, matrix: Tensor, transpose: bool = False) -> Tensor:
 
 
 def from_right(matrix: Tensor, side: Side, transpose: bool = False) -> Tensor:
-    """Return `matrix @ S` or `matrix @ S^T`, with the side's matrix S."""
+    """Return `matrix @ S` or `matrix @ S^T`, where S is the side's matrix."""
     if len(side) == 1:
         return _block_from_right(side[0], matrix, transpose)
     multiply = partial(_block_from_right, transpose=transpose)
@@ -215,7 +215,7 @@ def _block_from_right(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
 
 
 def of_coordinates(weights: Tensor, vectors: Side) -> Tensor:
-    """Return the factors of coordinates `[I U]` that multiply vectors by `weights` (last dim).
+    """Return the multipliers of coordinates `[I U]` for the `weights` of vectors, `[..., values]`.
 
     `w_rest (I - U U^T) + U diag(w) U^T` is `w_rest I + U diag(w - w_rest) U^T`. The second form
     needs neither a product with a projection nor denominators for directions outside of U.

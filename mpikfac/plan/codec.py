@@ -108,7 +108,7 @@ class Codec:
 
         Args:
             flat: the arena.
-            residuals: what previous reductions left out, as large as the arena; updated in place.
+            residuals: what previous reductions left out, for each element; updated in place.
             last: the last reduction's result in the previous step, initially 0; updated in place.
             reduce: all-reduces a tensor in place.
         """

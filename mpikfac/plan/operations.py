@@ -84,7 +84,7 @@ def operations(layer: LayerShape, form: Form, seen: Seen, orthogonal: bool) -> O
 
 
 def products(layer: LayerShape, form: Form, orthogonal: bool = True) -> Sequence[int]:
-    """Return the multiplications of the products that compute a layer's direction."""
+    """Return the number of multiplications in each product that computes a layer's direction."""
     with_factors = [] if form.vector else layer.products() * form.products
     return with_factors + (layer.orthogonalising() if orthogonal else [])
 

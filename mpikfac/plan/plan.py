@@ -141,9 +141,9 @@ class Plan:
         return RankGrid(self.ranks, workers, per_node, curvature, split)
 
     def load(self, rank: int) -> int:
-        """Return the work of `rank` in a refresh: the sum of n^3 over the factors it decomposes.
+        """Return the work of `rank` in a refresh: the sum of n^p over its factors of order n.
 
-        The exponent is the preconditioner's `Form.work`. For a low-rank factor, the work of the
+        The exponent p is the preconditioner's `Form.work`. For a low-rank factor, the work of the
         iteration is counted; a vector needs no work.
         """
         factors = self.of(rank).decomposed()

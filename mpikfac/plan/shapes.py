@@ -100,7 +100,7 @@ class FactorShape:
         return self._several((self.order,) * dimensions)
 
     def part(self, dimensions: int) -> Shape:
-        """Return the shape of a block of the decomposition: as `block`, unless the rank is low.
+        """Return the shape of a block of the decomposition; it is that of `block` for a full rank.
 
         With a low rank, `rank` eigenvectors `[order, rank]` are kept, and `[rank + 1]` values, of
         which the first is the mean of all dropped values.
@@ -115,7 +115,7 @@ class FactorShape:
         return self.order if self.rank is None else self.rank + 1
 
     def work(self, power: int = 3) -> int:
-        """Return the operations of a decomposition, or with `power=2` the number of elements.
+        """Return the operations of a decomposition or, with `power=2`, the number of elements.
 
         A full decomposition counts as `order^3` operations.
         """
@@ -151,7 +151,7 @@ class LayerShape:
         rescaled: whether preconditioner="ekfac" estimates the eigenvalues of `G (x) A` from
             per-example gradients; otherwise, they remain the products of the eigenvalues of G and
             A.
-        preconditioner: the name of the layer's preconditioner; None for the run's.
+        preconditioner: the name of the layer's preconditioner; None for that of the run.
     """
 
     name: str
@@ -186,7 +186,7 @@ class LayerShape:
 
     @property
     def denominators(self) -> Shape:
-        """The shape of the products of eigenvalues: the gradient's, unless a side has low rank."""
+        """The shape of the products of eigenvalues: the gradient's, but smaller for a low rank."""
         outputs, inputs = (self._values(side) for side in "GA")
         return (*self.gradient[:-2], outputs, inputs)
 
@@ -217,7 +217,7 @@ class LayerShape:
         )
 
     def products(self) -> list[int]:
-        """Return the multiplications of the gradient's product with each side, except diagonals.
+        """Return the multiplications in the gradient's product with each side, except diagonals.
 
         The product with A comes second, because a low rank of G adds rows to the gradient.
         """
@@ -226,7 +226,7 @@ class LayerShape:
         return [across[s] * sum(map(_elements, self.side(s))) for s in matrices]
 
     def orthogonalising(self) -> list[int]:
-        """Return the number of multiplications that orthogonalise a direction."""
+        """Return the number of multiplications in each product that orthogonalises a direction."""
         if not self.maps_vectors:
             return []
         large = max(self.outputs, self.inputs)

@@ -87,7 +87,7 @@ class Defaults:
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def intervals(self, budget: Budget, stagger: int) -> tuple[float | Schedule, float | Schedule]:
-        """Return both intervals, with None replaced by the default, lengthened by the budget."""
+        """Return both intervals; the default, lengthened by the budget, replaces None."""
         usual = budget.stretched(usual_intervals(stagger))
         factors, bases = self.factor_update_steps, self.inv_update_steps
         return (
@@ -123,7 +123,7 @@ class Preconditioner(Choice):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype in which decompositions are kept, sent and multiplied; None for the model's."""
+        """The dtype of decompositions, as kept, sent and multiplied; None for that of the model."""
         return None
 
     def attach(self, bases: Any) -> Iterable[Any]:
@@ -152,7 +152,8 @@ class Preconditioner(Choice):
         Called only if the form has `of="gradient"`.
 
         Args:
-            gradient: `[outputs, inputs]`, or `[groups, outputs, inputs]`, as are X and Y.
+            gradient: `[outputs, inputs]`, or `[groups, outputs, inputs]`; X and Y have the same
+                shape.
             held: the decompositions in use; None before the first decomposition.
         """
         return gradient, gradient

@@ -288,7 +288,7 @@ def _bruck(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _butterfly(parts: np.ndarray, together: int) -> list[Round]:
-    """Halve the sums at doubling distances, and then send each part to its owner."""
+    """Exchange halves at doubling distances, and then send each part to its owner."""
     blocks, extra = _folded(parts)
     first = [_exchange(parts.sum(), 1, together)] if extra else []
     places = np.arange(len(blocks))
@@ -310,7 +310,7 @@ def _halved(blocks: np.ndarray, together: int) -> list[Round]:
 
 
 def _halving(parts: np.ndarray, together: int) -> list[Round]:
-    """Halve the sums at halving distances; members of a node send sums of the same parts."""
+    """Exchange halves at halving distances; members of a node send sums of the same parts."""
     blocks, extra = _folded(parts)
     first = [_exchange(parts.sum(), 1, together)] if extra else []
     last = [_exchange(parts[: 2 * extra : 2].max(), 1, together)] if extra else []
@@ -320,14 +320,14 @@ def _halving(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _rabenseifner(parts: np.ndarray, together: int) -> list[Round]:
-    """Halve the sums at doubling distances, and double the parts on the way back."""
+    """Exchange halves at doubling distances, and double the parts on the way back."""
     extra = _whole(len(parts)) < len(parts)
     last = [_exchange(parts.sum(), 1, together)] if extra else []
     return [*_there_and_back(parts, together), *last]
 
 
 def _there_and_back(parts: np.ndarray, together: int) -> list[Round]:
-    """Return the rounds that halve the sums, and the same rounds in reverse.
+    """Return the rounds that exchange halves, and the same rounds in reverse.
 
     The last round, in which the members left out of the exchanges get the sums, is not included.
     """

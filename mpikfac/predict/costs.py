@@ -113,8 +113,8 @@ def collective_seconds(
         size: bytes of the whole buffer, as sent.
         sharing: the number of communicators that run it at the same time and share a node's link.
         codec: the encoding, which is assumed to take no time if it was not measured.
-        parts: bytes of every member's part, for Alltoallv from every member to every member; equal
-            parts by default.
+        parts: bytes of every member's part or, for Alltoallv, from every member to every member;
+            equal parts by default.
     """
     if ranks == 1 or size == 0:
         return 0.0
@@ -299,7 +299,7 @@ def precondition_seconds(
 
 
 def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
-    """Return the multiplications of the products that compute the directions on `rank`.
+    """Return the number of multiplications in each product for the directions on `rank`.
 
     Args:
         orthogonal: whether the directions are made orthogonal.
@@ -339,7 +339,7 @@ def moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
 
 
 def moments(plan: Plan, rank: int) -> Iterator[int]:
-    """Yield the multiplications of products that compute the gradient's factors on `rank`.
+    """Yield the number of multiplications in each product for the gradient's factors on `rank`.
 
     Preconditioners that whiten the gradient first multiply it by both sides.
     """

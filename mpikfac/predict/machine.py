@@ -52,7 +52,8 @@ class Sample:
         ranks: the number of members of the communicator.
         nodes: the number of nodes on which the members run.
         sharing: the number of communicators that use a node's link at the same time.
-        points: pairs of the whole buffer's bytes, ascending, and the slowest rank's median time.
+        points: pairs, in ascending order, of the bytes of the whole buffer and the median time of
+            the slowest rank.
         codec: the encoding; the seconds include encoding and decoding.
     """
 
@@ -163,7 +164,7 @@ class Machine:
         return Network(model, batch, **values)
 
     def decomposition(self, preconditioner: str, order: int) -> float:
-        """Return the seconds to decompose a factor, cubic in the order beyond the largest measured.
+        """Return the seconds to decompose a factor; beyond the largest order, they grow cubically.
 
         Raises:
             ValueError: the machine has no times for the preconditioner.
@@ -332,7 +333,7 @@ def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:
 
 
 def _check_types(values: Mapping[str, Any], kind: Any, key: str = "") -> None:
-    """Check the values of a JSON object that must be a string, a string or null, or an object."""
+    """Check the fields of a JSON object whose type is string, string or null, or object."""
     types: dict[str, tuple[Any, str]] = {
         "str": (str, "a string"),
         "str | None": ((str, type(None)), "a string or null"),

@@ -33,7 +33,7 @@ class Clients:
 
     Attributes:
         number: the number of clients.
-        updates: the updates of all clients per second.
+        updates: the number of updates per second by all clients together.
         staleness: the mean number of other clients' updates that are applied between the fetch of
             weights for an update and the update itself.
         busy: the fraction of the time during which a server is busy.

@@ -1,4 +1,4 @@
-"""Choose a strategy for a machine, including which messages to merge and factors to replicate."""
+"""Choose a strategy for a machine, the messages to merge, and the factors to replicate."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choose(
     a single process with the joined batch, without stale bases. All candidates are `tuned` first.
 
     Raises:
-        ValueError: the preconditioner supports no strategy; the message is the last candidate's.
+        ValueError: the preconditioner supports no strategy; the message is that of the last one.
     """
     plans, refusal = {}, ValueError("there is no strategy to choose from")
     for name, strategy in _candidates(ranks):
@@ -111,7 +111,7 @@ def tuned(
 
 
 def _holds(message: Message, rank: RankPlan) -> bool:
-    """Return whether a message contains a layer's gradient, or a parameter's without K-FAC."""
+    """Return whether a message contains gradients of layers or, without K-FAC, of parameters."""
     offsets = (rank.layouts.gradients.offsets[name] for name in rank.messages_of)
     return any(start <= offset < stop for offset in offsets for start, stop in message.spans)
 

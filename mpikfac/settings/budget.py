@@ -190,7 +190,7 @@ def cost(
 ) -> tuple[float, str]:
     """Return the operations of a step relative to those of its passes, and a line to report them.
 
-    The intervals from step 160 on are used, which no longer grow.
+    Uses the intervals from step 160 on, when they no longer grow.
     """
     updates = [1 / evaluate(each, SETTLED) for each in (factor_update_steps, inv_update_steps)]
     added = {name: one.direction + one.updates(*updates) for name, one in operations.items()}

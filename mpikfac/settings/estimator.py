@@ -113,9 +113,9 @@ class Estimator:
         factor_decay: the coefficient of the running average of factors, in [0, 1).
         initial_factor: the first value of the running average: the "first" factor, or the
             "identity".
-        normalization: the scaling of factors. "expand": `G (x) A` is the Fisher block of the mean
-            loss; "sc20" and "kfac-pytorch": as in the code of SC20 or of kfac-pytorch. The same
-            damping has a different meaning with each scaling.
+        normalization: the scaling of factors. "expand": `G (x) A` approximates the Fisher block of
+            the mean loss; "sc20" and "kfac-pytorch": as in the code of SC20 or of kfac-pytorch. The
+            same damping has a different meaning with each scaling.
         fisher_type: the gradients from which G is computed: of the loss at the labels of the data
             ("empirical"), at labels sampled from the model's distribution ("mc"), or at all labels
             of that distribution ("type-2"); "forward-only" uses none, and G is the identity.

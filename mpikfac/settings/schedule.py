@@ -115,7 +115,7 @@ def growing(interval: int, multiple: int = 1) -> Schedule:
 
 
 def in_force(name: str, setting: float | Schedule, step: int, below: float = math.inf) -> float:
-    """Return a setting's value at `step`; it must be positive, or in [0, `below`) if given.
+    """Return a setting's value at `step`; it must be positive or, with `below`, in [0, `below`).
 
     Raises:
         ValueError: the value is out of bounds; the message refers to it as `name`.

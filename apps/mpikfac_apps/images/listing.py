@@ -37,7 +37,7 @@ class Content(NamedTuple):
 
     Attributes:
         place: the location of the bytes.
-        digest: the BLAKE3 hash of the bytes; empty if the file contains none.
+        digest: the BLAKE3 hash of the bytes; empty if the file does not store it.
     """
 
     place: ImagePlace

@@ -126,7 +126,7 @@ class Buffers:
         return joined
 
     def like(self, buffer: Any, use: str, count: int, pinned: bool = False) -> Any:
-        """Return a reusable buffer `[count]` of the same kind as `buffer`, one per `use`."""
+        """Return a reusable buffer `[count]` of the kind of `buffer`; each `use` has its own."""
         if not isinstance(buffer, Tensor):
             return self.like(torch.from_numpy(buffer), use, count).numpy()
         memory = self._scratch.get((use, buffer.dtype))

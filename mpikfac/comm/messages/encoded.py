@@ -62,7 +62,8 @@ class Encoded:
             codec.add_decoded(total, part, 1)
         residual = torch.zeros_like(total) if codec.feedback else None
         shard = encode(total, codec, residual)
-        # Only the sum of the residuals over ranks matters, so this rank also keeps the sum's error.
+        # Only the sum of all ranks' residuals matters, so this rank can add the error of encoding
+        # the sum to its own residual.
         if residual is not None:
             start = min(span[0] + comm.rank * length, span[1])
             residuals = self.memory[message.stage][start : min(start + length, span[1])]

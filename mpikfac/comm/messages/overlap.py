@@ -76,7 +76,7 @@ class OverlappedSums:
         self.ready_blocks.clear()
 
     def abort_batch(self, world: MPI.Intracomm) -> None:
-        """Drop a batch that no step uses; if any rank has sent a block of it, send all of it.
+        """Drop a batch that no step will use; if any rank has sent a block of it, send all of it.
 
         Collective over: world.
         """
@@ -149,8 +149,8 @@ class ProgressThread:
 
     def _ask(self, numbers: list[int]) -> Callable[[], list[int]]:
         """Start determining which messages are in `numbers` on all ranks."""
-        # A single array, kept alive by `answer`, because mpi4py does not keep an operation's
-        # buffers.
+        # `answer` refers to this array and thus keeps both buffers alive, which mpi4py does not do
+        # for non-blocking operations.
         ready, everywhere = np.zeros((2, self._numbered), np.uint8)
         ready[numbers] = 1
         request = self.comm.Iallreduce(ready, everywhere, MPI.BAND)

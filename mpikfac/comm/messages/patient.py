@@ -44,7 +44,7 @@ class Patient:
         sleep_until(self._comm.Ireduce(sent, received, op, root))
 
     def Allgather(self, sent: Any, received: Any) -> None:
-        """Gather parts of equal size from all members on all members."""
+        """Send this member's part to all members, and receive theirs; all parts have equal size."""
         sleep_until(self._comm.Iallgather(sent, received))
 
     def Alltoall(self, sent: Any, received: Any) -> None:
@@ -57,7 +57,7 @@ class Patient:
 
 
 def sleep_until(done: MPI.Request) -> None:
-    """Wait for a request; pause for 1/16 of the time waited so far, but at most `LONGEST`."""
+    """Wait for a request; between checks, sleep 1/16 of the time so far, at most `LONGEST`."""
     start = time.perf_counter()
     while not done.Test():
         time.sleep(min((time.perf_counter() - start) / 16, LONGEST))

@@ -87,7 +87,7 @@ class Sender:
         self.grid.exchange(self.messages[turn], self.arena.flat)
 
     def abort_batch(self) -> None:
-        """Drop the sender's data for a batch that no step uses.
+        """Drop the sender's data for a batch that no step will use.
 
         Collective over: world if the sender is early, otherwise none.
         """
@@ -130,7 +130,7 @@ class Overlapped(Sender):
         self._sums.wait()
 
     def abort_batch(self) -> None:
-        """Complete the messages of a batch that no step uses."""
+        """Complete the messages of a batch that no step will use."""
         self._sums.abort_batch(self.grid.world)
 
 

@@ -85,7 +85,7 @@ class Bases(Part):
         )
 
     def _alike(self) -> list[list[PlannedLayer]]:
-        """Return the layers to precondition, in lists of equal layers; on a CPU, one per list.
+        """Return the layers to precondition, in lists of equal ones; on a CPU, one layer per list.
 
         Stacks save time on a GPU, where launching a small kernel takes as long as running it.
         """
@@ -143,7 +143,7 @@ class Bases(Part):
         self.turn = turn
         self._due = step + (self.plan.strategy.refresh.staleness if self.ready else 0)
         layers = (layer.name for layer in self.plan.layers if turn in (None, layer.turn))
-        # With a tolerance, a factor that keeps its decomposition has none pending.
+        # With a tolerance, a factor that keeps its decomposition has no pending one.
         self._due_layers = set() if self.plan.strategy.refresh.tolerance else set(layers)
         decompositions = [d for d in self._decompositions if turn in (None, d.factor.turn)]
         forms = {d.factor.name: d.factor.preconditioner for d in decompositions}

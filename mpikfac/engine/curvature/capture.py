@@ -53,14 +53,14 @@ class Captured:
         if key in self._replays:
             self._replays[key]()
         elif key == self._last:
-            self._replays = {key: self._record(run)}  # this frees the memory of the previous one
+            self._replays = {key: self._record(run)}  # frees the previous recording's memory
         else:
             run()
         self._last = key
 
 
 def cuda_graph(compute: Callable[[], None]) -> Callable[[], None]:
-    """Run `compute` as a CUDA graph, and return its replay; if recording fails, run it eagerly."""
+    """Run `compute`, as a CUDA graph if recording succeeds; return a function to repeat it."""
     try:
         graph = torch.cuda.CUDAGraph()
         # Other threads can use the device at the same time.

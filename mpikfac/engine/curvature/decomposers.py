@@ -1,7 +1,7 @@
 """Decide where factors are decomposed and when the results are ready.
 
-The results do not depend on the decomposer. The settings of the refresh determine whether it runs
-immediately, in a thread of the rank, or on ranks that do not train.
+The settings of the refresh determine whether factors are decomposed immediately, in a thread of the
+rank, or on ranks that do not train. The results are the same in all three cases.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class FactorRequest(NamedTuple):
 
     Attributes:
         packed: the packed factors, by name.
-        added: the damping that is added before the decomposition, by name, for the factors whose
-            preconditioner needs this.
-        precise: whether a factor is decomposed in float64, by name.
+        added: for each factor whose preconditioner needs this, by name, the damping that is added
+            before the decomposition.
+        precise: for each factor, by name, whether it is decomposed in float64.
         turn: the slot of the refresh; None for all layers.
         first: whether no decomposition is in use yet.
     """
@@ -153,7 +153,7 @@ class AtOnce:
     def _in_stacks(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]
     ) -> tuple[Blocks, set[str]]:
-        """Decompose on a GPU, one call per order; return the blocks and sound factors' names."""
+        """Decompose on a GPU, one call per order; return blocks and the names of sound factors."""
         if self.site.device.type == "cpu":
             return {}, set()
         blocks: Blocks = {}
@@ -193,7 +193,7 @@ Result = TypeVar("Result")
 
 
 class Background:
-    """Run functions one by one in a thread, with as many torch threads as its creator has."""
+    """Run functions one by one in a thread, with the creating thread's number of torch threads."""
 
     def __init__(self, device: torch.device) -> None:
         threads = torch.get_num_threads()

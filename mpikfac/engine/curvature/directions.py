@@ -33,8 +33,8 @@ class Directions(Part):
         slots: the layers with directions in the arena.
         graft: sets the lengths of directions.
         scale: the multiplier of the last step's directions, `[1]`.
-        expected: the change in the loss, summed over ranks, that the quadratic model predicts,
-            `[1]`; it covers only the layers whose directions this rank has.
+        expected: the change in the loss that the quadratic model predicts, `[1]`, for the layers
+            whose directions this rank has.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Directions(Part):
         self.expected = self.scale * self._along_gradient(2) / 2 - slope
 
     def descend(self, damping: float) -> None:
-        """Let the graft change the gradients in the model, once all directions are available.
+        """Apply the graft to the gradients in the model, once all directions are available.
 
         Collective over: world with a `QuadraticModel`, otherwise none.
         """
@@ -218,7 +218,7 @@ class Directions(Part):
 
 
 def weighted_sum(numbers: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
-    """Return the weighted sum `[1]` of `numbers`, or 0 if empty, on the device of `like`."""
+    """Return the weighted sum `[1]` of `numbers`, 0 if there are none, on the device of `like`."""
     if not numbers:
         return like.new_zeros(1)
     factors = torch.tensor(weights, dtype=like.dtype).to(like.device, non_blocking=True)

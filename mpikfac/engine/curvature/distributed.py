@@ -461,7 +461,7 @@ def check_joins(link: Any, ranks: int) -> None:
     """Check that `link` connects the rank to `ranks` curvature servers; None means no servers.
 
     Raises:
-        ValueError: the number of curvature servers is different.
+        ValueError: the number of curvature servers is not `ranks`.
     """
     joined = link.remote_size if link else 0
     if joined != ranks:

@@ -11,7 +11,7 @@ _STANCES: list[Any] = []  # the last stance that this module set
 
 
 class Eagerly:
-    """Let all compiled models of the process run eagerly until `remove` is called.
+    """Make all compiled models of the process run eagerly until `remove` is called.
 
     A compiled model does not notice new hooks. The stance of torch's compiler is global to the
     process, so all holders share it. A stance that the program sets in the meantime is kept.
@@ -21,7 +21,7 @@ class Eagerly:
         torch.compiler.disable(self._hold)()  # compiled code must not change the stance
 
     def remove(self) -> None:
-        """Let compiled models run normally again, once the last holder is removed."""
+        """Make compiled models run normally again, once the last holder is removed."""
         torch.compiler.disable(self._release)()
 
     def _hold(self) -> None:
@@ -36,5 +36,5 @@ class Eagerly:
 
 
 def _is_taken() -> bool:
-    """Return whether this module set the current stance, which torch does not make public."""
+    """Return whether this module set the current stance, a private variable of torch."""
     return any(taken.stance is torch._dynamo.eval_frame._stance for taken in _STANCES)

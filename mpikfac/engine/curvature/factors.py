@@ -348,7 +348,7 @@ class Factors(Part):
     def load_state_dict(self, state: Any, names: Collection[str]) -> None:
         """Load the `needed` items of a state, after `reset`.
 
-        Ranks without factors also call this method, because `started` must agree on all ranks.
+        Ranks without factors also call this method, because `started` must be equal on all ranks.
         """
         if begun := list(self._in_state(names)):
             self.started = True
@@ -435,7 +435,7 @@ class LateFactors(Factors):
             self._leave_identity_to_owners()
 
     def _leave_identity_to_owners(self) -> None:
-        """Let only the rank that saves an average start it at the identity."""
+        """Start each average at the identity only on the rank that saves it."""
         saved = (each for each in self._at_identity if self._saves(self._factors[each.name]))
         self._at_identity = list(saved)
 

@@ -75,7 +75,7 @@ class GradientFactors(Factors):
         return {LEARNED: 1} if self.started else {}
 
     def _in_state(self, names: Collection[str]) -> Iterable[Factor]:
-        """Return all factors if averages have started; a rank saves only its own."""
+        """Return all factors if the state contains averages; a rank saves only its own factors."""
         return self.plan.factors if LEARNED in names else ()
 
     def take_over(self, before: Factors) -> set[str]:

@@ -62,7 +62,7 @@ def damping_added(
     flags: Flags,
     warn: Warn,
 ) -> dict[str, Tensor]:
-    """Return the damping that is part of factors' decompositions, `[]` or `[groups]`, by name.
+    """Return, by name, the damping in the decompositions of factors, `[]` or `[groups]`.
 
     `warn` is called with the layers of factors for which `eps` times the trace is large relative
     to the damping.

@@ -520,7 +520,7 @@ def solve(
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return the scalars of a `Solution` with the coefficients of all rows, and the factor.
 
-    As long as rounding makes the damped matrix indefinite, the damping is multiplied by 10.
+    While rounding makes the damped matrix indefinite, the damping is multiplied by 10.
 
     Args:
         products: `J J^T`.

@@ -96,7 +96,7 @@ class Term:
             first: the residuals of the first point.
 
         Raises:
-            ValueError: the columns are broadcast from other points.
+            ValueError: the columns result from broadcasting, rather than from several equations.
         """
         one = (
             tuple(x[:1] for x in self.points) if isinstance(self.points, tuple) else self.points[:1]

@@ -57,7 +57,7 @@ class SplitLayers:
 def split_layers(
     model: nn.Module, comm: Comm, tp_plan: TensorParallelPlan, trace: Trace | None = None
 ) -> SplitLayers:
-    """Split layers over groups of ranks, before creating a trainer of the model.
+    """Split layers over groups of ranks, before creating a trainer for the model.
 
     A rank computes a slice of a split layer's channels for all examples of its group. Other modules
     receive the rank's examples with all channels. If two split layers follow each other in a

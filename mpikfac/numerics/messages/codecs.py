@@ -19,8 +19,8 @@ def encode(
     Args:
         residual: the residual `[n]` of the last encoding: it is added to `values`, then replaced by
             the new one. Non-finite values are sent, but not stored in the residual.
-        velocity: the momentum `[n]` of delayed values, which is updated; only if the codec delays
-            values.
+        velocity: the momentum `[n]` of delayed values, which is updated; None unless the codec
+            delays values.
     """
     if residual is None:
         return _encode(values, codec)

@@ -24,11 +24,11 @@ class Named:
     Attributes:
         what: the method, in one sentence.
         source: the publication, as in docs/reference/references.md.
-        cost: the bytes that a rank sends in rings of float32 values, in addition to those for
-            averaging gradients: in steps with new factors + in a refresh + in every step. There are
-            `P` ranks and `w` workers. 4F, 4T and 4V are the bytes of all factors as squares,
-            triangles and vectors, 4N are those of all gradients, and 4R those of the matrices that
-            replace gradients.
+        cost: the bytes that a rank sends in addition to those for averaging gradients, if values
+            are float32 and collectives are rings: for new factors + for a refresh + for every step.
+            There are `P` ranks and `w` workers. 4F, 4T and 4V are the bytes of all factors as
+            squares, triangles and vectors, 4N are those of all gradients, and 4R those of the
+            matrices that replace gradients.
         strategy: the choices, for any number of ranks.
         same: whether the estimator is the same as on one rank. If so, results equal those of a
             single process with the joined batch and the same `refresh`, provided that shards have
@@ -207,7 +207,7 @@ def strategy_of(strategy: Strategy | str | None) -> tuple[Strategy, dict[str, An
     """Return a strategy, passed directly or by name, and the settings of `KFAC` that belong to it.
 
     Args:
-        strategy: None for COMM-OPT.
+        strategy: the strategy, or its name; None for COMM-OPT.
 
     Raises:
         ValueError: the name is unknown, or the object is not a strategy.

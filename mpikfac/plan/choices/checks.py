@@ -28,7 +28,7 @@ def make_plain(choices: object) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors of a number, which are the possible numbers of workers, ascending."""
+    """Return all divisors of a number, ascending; they are the possible numbers of workers."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 

@@ -120,7 +120,7 @@ class Combination:
         return value != self.default if self.values is None else value in self.values
 
     def unmet(self, choices: Choices) -> list[str]:
-        """Return the names of unmet requirements; none if one of `any_of` them is met."""
+        """Return the names of unmet requirements; none if `any_of` is set and one is met."""
         checked = [name for name in self.needs if name in choices]
         unmet = [name for name in checked if not _fits(self.needs[name], choices[name], choices)]
         return [] if self.any_of and len(unmet) < len(checked) else unmet

@@ -135,7 +135,7 @@ class AdamInEigenbases(Grafting):
     """Take Adam's step with momentum in the eigenbases of `SOAP`, and rotate it back [SOAP].
 
     Attributes:
-        momentum: the momentum of the gradients, which replaces the optimizer's.
+        momentum: the momentum of the gradients, which replaces that of the optimizer.
         max_trust_ratio: see `AdamGrafting`.
     """
 

@@ -149,9 +149,9 @@ def wire_bytes(messages: Iterable[Message]) -> int:
 def tensor_parallel_table(
     calls: Sequence[LayerCall], tp_plan: TensorParallelPlan, ranks: int, itemsize: int = 4
 ) -> str:
-    """Return a table of how ranks divide each layer's data and weights, and what it sends per step.
+    """Return a table with each layer's split, and with the bytes that a rank sends for it per step.
 
-    The last column shows what a data-parallel layer would send.
+    The last column shows the bytes if the layer were data-parallel.
     """
     at = places(calls, tp_plan.layers)
     groups = "without split layers"

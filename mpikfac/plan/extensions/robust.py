@@ -20,7 +20,7 @@ def replaced(rank: RankPlan) -> dict[str, Stage]:
 
 
 def combine_statistics(rank: RankPlan, turn: int | None) -> list[Message]:
-    """Return the messages that sum the factors of ranks that are close to most other ranks."""
+    """Return the messages that sum factors over ranks whose factors are close to most others."""
     layout = rank.layouts.statistics
     factors = [factor for factor in rank.factors if turn in (None, factor.turn)]
     kinds = {name: 0 for factor in factors for name in (factor.name, factor.counted)}

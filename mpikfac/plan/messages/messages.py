@@ -67,8 +67,8 @@ def sums(
     """Return messages that sum an arena over the world: everywhere, or segment r on rank r.
 
     An arena of several segments is summed segment by segment. Neighbouring blocks of a `kind` share
-    a message; blocks of kind None are left out. If all segments have the same kind and a
-    `primitive` is given, Reduce_scatter or Alltoall, it computes all sums at once.
+    a message; blocks of kind None are left out. If all segments have the same kind, and a
+    `primitive` (Reduce_scatter or Alltoall) is given, a single message computes all sums.
     """
     spans = [span for span in layout.spans(kind) if span.kind is not None]
     if ranks == 1 or not spans:
@@ -98,7 +98,7 @@ def combinations(
     itemsize: int,
     rule: Aggregation | FactorAggregation,
 ) -> list[Message]:
-    """Return messages that combine an arena of one segment with a rule, on rank `member`.
+    """Return the messages of rank `member` that combine an arena of one segment with a rule.
 
     Each rank receives a shard of all vectors, and sends the result to all. In between, rules with
     weights need the sum of the shards' inner products, in float64.
@@ -132,7 +132,7 @@ def gathers(
     itemsize: int,
     codec: Codec | None = None,
 ) -> list[Message]:
-    """Return messages that send all segments to every member of `over`, on rank `member`.
+    """Return the messages of `member` that send all segments to every member of `over`.
 
     Neighbouring blocks of a `kind` share a message; blocks of kind None are left out, as are
     segments beyond the number of members.

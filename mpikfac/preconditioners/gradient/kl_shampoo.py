@@ -25,7 +25,7 @@ class KLShampoo(Roots):
     in use; before the first decomposition, they are the identity.
 
     Attributes:
-        dtype: the dtype in which roots are kept, sent and multiplied; None for the model's.
+        dtype: the dtype in which roots are kept, sent and multiplied; None for that of the model.
     """
 
     name: ClassVar[str] = "kl-shampoo"

@@ -14,8 +14,8 @@ from mpikfac.preconditioners.preconditioner import Defaults
 class NorMuon(Muon):
     """The gradient, or its momentum, unchanged [NorMuon].
 
-    `AdamGrafting(normalize_rows=True)` computes the polar factor and divides its rows. In addition
-    to Muon's state, it keeps one value per row of a matrix.
+    `AdamGrafting(normalize_rows=True)` computes the polar factor and normalises its rows. In
+    addition to Muon's state, it keeps one value per row of a matrix.
     """
 
     name: ClassVar[str] = "normuon"

@@ -19,8 +19,8 @@ def damped_squares(rotated: Tensor, held: Held) -> Tensor:
     """Return the squares of a gradient in eigenbases, `[outputs, inputs]`, with the damping added.
 
     Eigenvectors with small eigenvalues are an arbitrary basis of their subspace, so the squares
-    along them are replaced by their mean, which makes steps independent of the basis. The square of
-    the damping, in units of the matrix's mean square, is added so that rounding errors do not cause
+    along them are replaced by their mean, which makes steps independent of the basis. The mean of
+    all squares, times the square of the damping, is added so that rounding errors do not cause
     steps.
     """
     squares = rotated.square()

@@ -40,7 +40,8 @@ class SOAP(Moments):
     see `damped_squares`.
 
     Attributes:
-        dtype: the dtype in which eigenbases are kept, sent and multiplied; None for the model's.
+        dtype: the dtype in which eigenbases are kept, sent and multiplied; None for that of the
+            model.
     """
 
     name: ClassVar[str] = "soap"

@@ -249,7 +249,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the best choices by MiB sent and milliseconds, with a panel per number of ranks.
+    """Plot the best choices, MiB sent against milliseconds, with a panel per number of ranks.
 
     The area of a marker grows linearly with the memory. Markers are hollow for
     choices whose results differ from those requested.

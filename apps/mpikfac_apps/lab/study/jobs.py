@@ -201,7 +201,7 @@ def _ended(job: subprocess.Popen[str]) -> int | None:
 
 
 def _end(job: subprocess.Popen[str]) -> None:
-    """End a job, and wait for its end, because the next start must not overlap with it."""
+    """End a job and wait until it has ended, because the next job must not overlap with it."""
     if job.stdout:  # sbatch prints "number" or "number;cluster", then waits for the job
         number, _, cluster = job.stdout.readline().strip().partition(";")
         of = [f"--clusters={cluster}"] if cluster else []

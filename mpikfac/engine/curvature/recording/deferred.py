@@ -1,8 +1,8 @@
 """Compute the moments of many layers together, with as many kernels as for one layer.
 
-On a GPU, launching a small kernel takes as long as the kernel itself. Calls wait for the end of the
-backward pass; then inputs of the same shape, from layers of the same form, are treated as the
-groups of one layer.
+On a GPU, launching a small kernel takes as long as the kernel itself. The moments of calls are
+therefore computed at the end of the backward pass; then inputs of the same shape, from layers of
+the same form, are treated as the groups of one layer.
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ class DeferredMoments(Moments):
         while self._waiting:
             waiting = self._waiting.pop()
             waiting.check()
-            calls[id(waiting.side)] += 1  # a stack adds to a sum once
+            calls[id(waiting.side)] += 1  # a stack adds to a sum at most once
             stacks.setdefault((waiting.form(), calls[id(waiting.side)]), []).append(waiting)
         self._bytes = 0
         with self._stage_of_all(), torch.no_grad():
-            while stacks:  # frees each stack's memory before the next
+            while stacks:  # frees each stack before the next is used
                 self._add_stack(stacks.popitem()[1])
 
     def _add_stack(self, stack: Sequence[Waiting]) -> None:
@@ -133,7 +133,7 @@ class DeferredMoments(Moments):
 
 
 def _add_all(sums: Sequence[Sum], moments: Tensor, weight: float) -> None:
-    """Add to each sum its own moment, from `[sums, ...]`, times `weight`."""
+    """Add `weight` times `moments[i]` to the i-th sum; `moments` is `[sums, ...]`."""
     totals, factor = [each.total for each in sums], sums[0].factor
     shape = len(sums), *totals[0].shape
     if factor.preconditioner.vector:

@@ -40,8 +40,8 @@ class RecordingHooks(Part):
 
     A call counts if the model is in `train()` mode, recording is not paused, and a backward pass
     computes gradients of parameters from it. Calls that trace or export the model do not count. If
-    the Fisher matrix uses labels that `KFAC.record` draws, only the passes of `record` count. Nor
-    does a pass count if its gradients are set to None or 0 before the next pass: the moments
+    the Fisher matrix uses labels that `KFAC.record` draws, only the passes of `record` count. A
+    pass is also excluded if its gradients are set to None or 0 before the next pass: the moments
     contain the same passes as `.grad`.
 
     Attributes:
@@ -271,7 +271,7 @@ def _remove(hooks: list[Attached]) -> None:
 
 
 def _warn_of_removed(name: str, dropped: bool) -> None:
-    """Warn about a pass whose gradients no step uses."""
+    """Warn about a pass whose gradients no step will use."""
     if dropped:
         log.warning(
             "layer %r: the gradients of a backward pass were set to None or 0 before the step, so "

@@ -107,7 +107,8 @@ class RetainedGradients:
 
 
 def _versions(gradients: Iterable[Tensor]) -> list[tuple[int, int, int]]:
-    # An operation on a `DTensor` changes its version; one on the rank's rows changes only theirs.
+    # An operation on a `DTensor` changes the version of the `DTensor`; an operation on the rank's
+    # rows changes only the version of the rows.
     return [(id(gradient), gradient._version, local(gradient)._version) for gradient in gradients]
 
 
