@@ -17,11 +17,12 @@ from matplotlib.figure import Figure
 
 import mpikfac
 from mpikfac_apps.lab.study import results, spec, study
+from mpikfac_apps.lab.study.measures import MEASURES
 from mpikfac_apps.lab.study.report import page as report
 from mpikfac_apps.lab.study.report import pictures, style
-from mpikfac_apps.lab.study.report.findings import findings, unclear
+from mpikfac_apps.lab.study.report.findings import TEST_IMAGES, findings, unclear
 from mpikfac_apps.lab.study.seeds import doubt, leaders, mean_of, student
-from mpikfac_apps.problems import models
+from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.text import ms
 
 pytestmark = pytest.mark.lab
@@ -38,6 +39,7 @@ STUDY = {
     "matrix": {"strategy": ["sgd", "comm-opt", "mem-opt", "dp-kfac"], "ranks": [1, 2]},
 }
 ACCURACY = (0.5, 0.9, 0.95)
+ACCURACIES = MEASURES["accuracy"]
 SPEEDS = (1000.0, 1200.0, 4000.0)  # images per second of three intervals
 ENVIRONMENT = {
     "started": "2026-01-01T00:00:00+00:00",
@@ -144,7 +146,7 @@ def test_the_report_holds_every_cell_and_its_pictures_and_needs_nothing_else(ask
         fill(place, cell)
     page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
     found = row_of(page, "comm-opt", "2 ranks")
-    name, letter, step, between, _, images, ratio, talking, waiting, *_ = found
+    name, letter, step, between, images, ratio, talking, waiting, *_ = found
     assert (name, letter, step, between) == ("comm-opt", "b", "100", "30.0\N{EN DASH}120")
     assert (images, ratio, *found[-3:]) == ("1,200", "1.00 x*", "95.0 %", "20", "4.00")
     assert (talking, waiting) == ("20 %", "8 %")  # 4 ms and, on average, 1.5 ms of 20
@@ -209,6 +211,67 @@ def test_sentences_say_what_the_numbers_say(asked):
     assert "While 2 of 8 cells ran, other work took" in text
     assert "up to 25 %: the times" in text
     assert "different estimator of the curvature, by design: dp-kfac; see" in text
+    assert "Between groups, accuracy may differ." in text
+    assert "cannot be told from waiting for messages" in text and "mainly" not in text
+    assert "uncommitted" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [("digits", {}, 360), ("digits", {"data.test_images": 50}, 50), ("synthetic", {}, None)],
+)
+def test_the_number_of_test_images_is_said_if_it_is_known(tmp_path, name, changes, told):
+    """Oracle: the data set itself; the number of images of synthetic depends on options."""
+    options = {**STUDY["options"], "data.name": name, **changes}
+    if name == "synthetic":
+        options["model"] = "resnet20"
+    wanted = read(tmp_path, options=options, matrix={"strategy": ["sgd"], "ranks": [1]})
+    fill(tmp_path, wanted.cells[0])
+    text = sentences(wanted, tmp_path)
+    assert (f"The test has {told} images: each" in text) == (told is not None)
+    assert ("The test has" in text) == (told is not None)
+    assert TEST_IMAGES["digits"] == len(datasets.digits().test_images)
+
+
+def test_cells_from_a_changed_checkout_are_counted(asked):
+    """Oracle: 3 of 8 cells whose commit is marked."""
+    wanted, place = asked
+    for number, cell in enumerate(wanted.cells):
+        run = fill(place, cell)
+        commit = "1a2b-dirty" if number < 3 else "1a2b"
+        (run / "environment.json").write_text(json.dumps(ENVIRONMENT | {"commit": commit}))
+    assert "3 of 8 cells ran in a checkout with uncommitted changes" in sentences(wanted, place)
+
+
+def test_times_of_seeds_say_how_much_equal_work_differs(tmp_path):
+    """Oracle: steps of 100 and 130 ms; SGD's steps differ more, but beside other work."""
+    wanted = read(tmp_path, matrix={"strategy": ["sgd", "comm-opt"], "ranks": [1], "seed": [0, 1]})
+    for cell in wanted.cells:
+        steps = (50, 200) if cell.strategy == "sgd" else (100, 130)
+        fill(tmp_path, cell, speeds=[120e3 / steps[cell.options.seed]] * 3)
+    assert "times differ by up to 30 % (comm-opt on 1 rank)" in sentences(wanted, tmp_path)
+
+
+def test_waiting_for_overlapped_messages_is_unknown(tmp_path):
+    """Oracle: the strategies: of these two, only spd-kfac overlaps messages with computation."""
+    wanted = read(tmp_path, matrix={"strategy": ["comm-opt", "spd-kfac"], "ranks": [2]})
+    for cell in wanted.cells:
+        fill(tmp_path, cell)
+    page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
+    waiting = {name: row_of(page, name, "2 ranks")[7] for name in ("comm-opt", "spd-kfac")}
+    assert waiting == {"comm-opt": "8 %", "spd-kfac": "\N{EN DASH}"}
+    assert "waiting is unknown, and the bars for messages include it" in page
+
+
+def test_the_efficiency_on_the_fewest_ranks_has_no_bar(tmp_path):
+    """Oracle: two numbers of ranks, three seeds: bars of images per second, 2; efficiency, 1."""
+    axes = {"strategy": ["comm-opt"], "ranks": [1, 2], "seed": [0, 1, 2]}
+    wanted = read(tmp_path, matrix=axes)
+    for cell in wanted.cells:
+        fill(tmp_path, cell, speeds=[1000.0 + 100 * cell.options.seed] * 3)
+    left, right = pictures.scaling(results.read(wanted, tmp_path)).axes
+    bars = [sum(len(c.get_segments()) for c in of.collections) for of in (left, right)]
+    assert bars == [2, 1]
 
 
 NEAR = (
@@ -307,7 +370,7 @@ def test_cells_that_are_not_complete_are_in_no_picture_and_no_ratio(asked):
     for cell in wanted.cells:
         fill(place, cell, code=1 if cell.strategy == "sgd" else 0)
     page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
-    assert row_of(page, "comm-opt", "2 ranks")[6] == "\N{EN DASH}"
+    assert row_of(page, "comm-opt", "2 ranks")[5] == "\N{EN DASH}"
     found = pictures_of(page)
     assert all("sgd" not in " ".join(texts_of(picture)) for picture in found)
     assert sum("comm-opt" in " ".join(texts_of(picture)) for picture in found) == 4
@@ -421,7 +484,7 @@ def test_a_complete_study_has_no_banner(asked):
 
 
 def test_sentences_that_weaken_the_numbers_come_first(asked):
-    """Oracle: the order written out: failed, bytes, busy, crowded, single runs; then results."""
+    """Oracle: the order by hand: failed, bytes, busy, crowded, single runs, test; then results."""
     wanted, place = asked
     for cell in wanted.cells:
         fill(place, cell, code=1 if cell.label == "dp-kfac on 2 ranks" else 0)
@@ -434,6 +497,7 @@ def test_sentences_that_weaken_the_numbers_come_first(asked):
         "While 2 of 7 cells",
         "On 2 ranks, the machine has fewer",
         "Each cell",
+        "The test has 360 images",
     )
     for sentence, begin in zip(found, begins):
         assert sentence.startswith(begin)
@@ -581,9 +645,9 @@ def test_unreliable_times_are_marked_where_they_stand(tmp_path):
     for cell in wanted.cells:
         fill(tmp_path, cell)
     page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
-    _, _, step, between, _, images, ratio, *_, took = row_of(page, "sgd", "2 ranks")
+    _, _, step, between, images, ratio, *_, took = row_of(page, "sgd", "2 ranks")
     assert all(text.endswith("*") for text in (step, between, images, ratio, took))
-    _, _, step, between, _, images, ratio, *_, took = row_of(page, "comm-opt", "2 ranks")
+    _, _, step, between, images, ratio, *_, took = row_of(page, "comm-opt", "2 ranks")
     assert ratio.endswith("*")
     assert not any(text.endswith("*") for text in (step, between, images, took))
     assert "*: other work used over 10 %" in page
@@ -754,8 +818,30 @@ def test_a_band_needs_three_seeds(seeds, bands, lines):
     """Oracle: the parts of the picture; of two runs, a mean and a line for each run."""
     panel = Figure().subplots()
     runs = [[0.5 + 0.1 * seed, 0.9 + 0.01 * seed] for seed in range(seeds)]
-    pictures.line_of_seeds(panel, [1.0, 2.0], runs, style.variant_style(0))
+    pictures.line_of_seeds(panel, [1.0, 2.0], runs, style.variant_style(0), ACCURACIES)
     assert (len(panel.collections), len(panel.lines)) == (bands, lines)
+
+
+def test_no_interval_of_an_accuracy_exceeds_100_percent(tmp_path):
+    """Oracle: ends of 96, 99 and 100 %, mean 98.3 %; half of the interval is 5.2 %."""
+    assert mean_of([96, 99, 100]).ends[1] > 103
+    panel = Figure().subplots()
+    runs = [[90.0, end] for end in (96.0, 99.0, 100.0)]
+    pictures.line_of_seeds(panel, [1.0, 2.0], runs, style.variant_style(0), ACCURACIES)
+    (band,) = panel.collections
+    assert band.get_paths()[0].vertices[:, 1].max() == pytest.approx(100)
+    strategies = ["sgd", "comm-opt", "dp-kfac", "stale-inverse"]  # four curves: bars at the ends
+    wanted = read(tmp_path, matrix={"strategy": strategies, "ranks": [2], "seed": [0, 1, 2]})
+    for cell in wanted.cells:
+        metrics = fill(tmp_path, cell) / "metrics.jsonl"
+        end = (0.96, 0.99, 1.0)[cell.options.seed]
+        metrics.write_text(metrics.read_text().replace("0.95}", f"{end}}}"))
+    found = results.read(wanted, tmp_path)
+    figure = pictures.curves(found, results.estimators(wanted.cells), None)
+    bars = [c.get_segments()[0] for c in figure.axes[0].collections]
+    assert len(bars) == 4
+    assert all(bar[:, 1].max() == pytest.approx(100) for bar in bars)
+    assert MEASURES["error"].possible(-0.1) == 0
 
 
 def test_pictures_stand_as_files_beside_the_page(asked):

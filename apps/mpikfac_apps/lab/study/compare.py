@@ -335,7 +335,7 @@ def draw(variants: Variants, target: float | None, kind: str) -> bytes:
             tests = [[measure.scale * value for value in curve.values[:ends]] for curve in runs]
             seconds = [fmean(times) for times in zip(*(curve.seconds[:ends] for curve in runs))]
             for axes, along in ((by_epoch, runs[0].epochs[:ends]), (by_second, seconds)):
-                line_of_seeds(axes, along, tests, styles[name])
+                line_of_seeds(axes, along, tests, styles[name], measure)
             for axes, curve in ((axes, curve) for axes in third for curve in runs):
                 axes.plot(*zip(*curve.scales), **styles[name] | {"marker": ""})
         for axes in (by_epoch, by_second):

@@ -47,6 +47,10 @@ class Measure:
         thousandths = 1000 * self.worst(bests)
         return self.worst((math.floor(thousandths), math.ceil(thousandths))) / 1000
 
+    def possible(self, value: float) -> float:
+        """Return a value of a picture's axis, or the best possible one if the value is better."""
+        return self.worst((value, self.scale * self.perfect))
+
     def limits(self, middles: Sequence[float]) -> tuple[float, float]:
         """Return the ends of an axis, given each run's value halfway through training."""
         best, worst = self.scale * self.perfect, self.scale * self.worst(middles)

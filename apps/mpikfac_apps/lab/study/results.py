@@ -159,6 +159,11 @@ class Measured:
         return len(hosts) == 1 and cores is not None and self.cell.ranks > cores
 
     @property
+    def overlaps(self) -> bool:
+        """Whether messages overlap with computation, so that waiting for them is unknown."""
+        return self.cell.plan.strategy.transport.overlap
+
+    @property
     def others(self) -> float:
         """The fraction of the cores that other work used; 0 if it was not measured."""
         return (self.result.others if self.result else None) or 0.0

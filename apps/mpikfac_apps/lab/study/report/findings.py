@@ -14,6 +14,8 @@ MARK = "*"
 """The mark after a time of a cell that shared the machine with other work."""
 CROWDED = ", more ranks than cores"
 """Follows a number of ranks that shared cores."""
+TEST_IMAGES = {"digits": 360, "cifar10": 10_000, "cifar100": 10_000}
+"""The number of test images of data sets of fixed size."""
 
 
 def findings(
@@ -27,6 +29,7 @@ def findings(
     yield from _about_missing(cells, done)
     yield from _about_machine(done)
     yield from _about_seeds(done)
+    yield from _about_test(done)
     if bound := [cell.cell.label for cell in done if cell.curve.bound]:
         yield (
             f"A clip shortened nearly all steps of {_labels(bound)}, so it determines their length."
@@ -71,6 +74,11 @@ def _about_missing(cells: Sequence[Measured], done: Sequence[Measured]) -> Itera
     versions = {str(cell.environment.get("packages")) for cell in done}
     if len(versions) > 1:
         yield "Not all cells were run with the same package versions."
+    if dirty := sum(str(cell.environment.get("commit")).endswith("-dirty") for cell in done):
+        yield (
+            f"{dirty} of {number(len(done), 'cell')} ran in a checkout with uncommitted changes: "
+            "the commit below does not fully describe their code."
+        )
 
 
 def _about_machine(done: Sequence[Measured]) -> Iterator[str]:
@@ -86,8 +94,8 @@ def _about_machine(done: Sequence[Measured]) -> Iterator[str]:
         cores = distinct(cell.result.cores for cell in crowded if cell.result)
         yield (
             f"On {listed(map(str, ranks))} ranks, the machine has fewer cores than ranks "
-            f"({cores}): times grow with the number of ranks mainly because ranks wait for cores, "
-            "not for messages. Compare strategies on the same number of ranks. To measure scaling, "
+            f"({cores}): the times include waiting for cores, which cannot be told from waiting "
+            "for messages. Compare strategies on the same number of ranks. To measure scaling, "
             "use a core for each rank."
         )
 
@@ -102,6 +110,32 @@ def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
         yield (
             f"{few} of {len(seeds)} variants have fewer than {LEAST} complete seeds, and therefore "
             "a range instead of a 95 % interval."
+        )
+    steps: dict[str, list[float]] = defaultdict(list)
+    for cell in done:
+        if cell.step and not cell.busy:
+            steps[_place(cell)].append(cell.step)
+    differences = {place: max(times) / min(times) - 1 for place, times in steps.items()}
+    if any(differences.values()):
+        worst = max(differences, key=differences.__getitem__)
+        yield (
+            "Seeds of a variant do the same work in a step, but their times differ by up to "
+            f"{percent(differences[worst], 0)} ({worst}): such a difference between two cells says "
+            "nothing about their variants."
+        )
+
+
+def _about_test(done: Sequence[Measured]) -> Iterator[str]:
+    """State how much of an accuracy is a single test image, if their number is known."""
+    counts = {
+        cell.cell.options.data.test_images or TEST_IMAGES.get(cell.cell.options.data.name)
+        for cell in done
+    }
+    (count,) = counts if len(counts) == 1 else (None,)
+    if count and done[0].curve.measure.name == "accuracy":
+        yield (
+            f"The test has {number(count, 'image')}: each of them changes the accuracy by "
+            f"{100 / count:.2g} percentage points."
         )
 
 
@@ -239,7 +273,7 @@ def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iter
         yield (
             f"Except for rounding, the same results come from {names}. The mean training losses of "
             f"the first epoch {apart if any(spreads) else 'are equal in all six saved digits'}. "
-            f"{done[0].curve.measure.name.capitalize()} differs between groups by design."
+            f"Between groups, {done[0].curve.measure.name} may differ."
         )
     others = [c.cell.variant for c in done if other_estimator(c.cell.options)]
     if others:

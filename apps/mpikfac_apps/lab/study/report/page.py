@@ -69,7 +69,8 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         **{"command": shlex.join(command), f"target_{measure.key}": target},
     }
     parts = {"cells": rows, "best": best, "means": means, "at_ranks": many.rows}
-    columns, averaged = (f(measure, target) for f in (table.columns, table.columns_of_means))
+    columns = table.columns(measure, target, predicted=bool(predictions))
+    averaged = table.columns_of_means(measure, target)
     latex = table.as_latex(means, averaged) if means else table.as_latex(rows, columns)
     tables = {"report.csv": as_csv(rows), "report.tex": latex}
     tables["report.json"] = table.as_json(about, parts)
@@ -138,6 +139,7 @@ def _variants(
         if options.optimizer == "kfac":
             named = mpikfac.plan.NAMED.get(options.distribution.strategy)
             what = f"{named.what} [{named.source}]" if named else "The machine's fastest strategy"
+            what = what.replace("`", "")
         chosen = {key: value for key, value in cell.cell.chosen.items() if key != "seed"}
         words = [f"{key}={value}" for key, value in chosen.items()]
         rows[variant] = (variant, letters[variant], what, words)
@@ -236,17 +238,23 @@ def _of_steps(cells: Sequence[Measured]) -> tuple[Picture, ...]:
         Picture(
             "Where a step's time goes",
             pictures.breakdown(cells),
-            "Means over ranks and over traced steps. The traced steps are whole intervals between "
-            "two decompositions. Hatched parts are communication. Waiting is the time in a "
-            "collective until the last rank enters it; the bars for messages exclude it.",
+            "Means over seeds, ranks and traced steps, while ms per step in the tables is a median "
+            "over all steps. The traced steps are whole intervals between two decompositions. "
+            "Hatched parts are communication. Waiting is the time in a collective until the last "
+            "rank enters it, and the bars for messages exclude it. For messages that overlap with "
+            "computation, waiting is unknown, and the bars for messages include it. Other "
+            "includes loading images, copying gradients and all work outside the named parts.",
             traced,
         ),
         Picture(
             "One step, rank by rank",
             timeline(cells),
             "Left: a step that only uses curvature or records statistics. Right: a step that "
-            "refreshes curvature. Both steps have the same scale. A stage inside a longer stage is "
-            f"drawn on top of it. Of more than {SHOWN} variants, {SHOWN} are drawn, evenly spaced "
+            "refreshes curvature. Both steps of a row have the same scale, but rows differ in "
+            "scale. A stage inside a longer stage is drawn on top of it. A thin bar is an "
+            "overlapped message, and while a rank waits for one, it is drawn in the stage of the "
+            "messages. Gaps are work outside all stages, such as that before the forward pass. "
+            f"Of more than {SHOWN} variants, {SHOWN} are drawn, evenly spaced "
             "in the order from the fastest to the slowest step, on the largest number of ranks.",
             "no cell has a trace (trace.json.gz, written with trace_steps)",
         ),
@@ -267,14 +275,16 @@ def _of_learning(
             "last point show the 95 % interval over three or more seeds; for two seeds, thin lines "
             "show the runs, and bars the range. Variants with the same letter have equal curves by "
             f"epochs, so only the first one is drawn, and at most {pictures.SHOWN} in total; the "
-            "tables contain the seconds and bytes of all.",
+            "tables contain the seconds and bytes of all. Intervals are cut at the best possible "
+            "value.",
             "no cell has completed an epoch",
         ),
         Picture(
             "How much a clip shortens steps",
             pictures.bounds(cells, letters),
             "The factor by which the clip multiplies a step (kl_scale), by epoch: at 1, it leaves "
-            "the step as it is. A point is the mean over seeds, and a bar extends from the lowest "
+            "the step as it is. Each line of metrics (log_every) contains the "
+            "factor of its step. A point is the mean over seeds, and a bar extends from the lowest "
             "to the highest run; bars are moved apart. One variant per letter is drawn. While "
             "kl_clip shortens steps, the learning rate has no effect.",
             "no clip shortened a step",
@@ -292,7 +302,10 @@ def _of_pace(cells: Sequence[Measured], predictions: Mapping[str, float]) -> tup
             pictures.scaling(cells),
             f"Left: images per second of all ranks together ({kind}). Right: images per second "
             "per rank, relative to the smallest number of ranks. Points are means over seeds. Bars "
-            "show the 95 % interval over three or more seeds, or the range of two.",
+            "show the 95 % interval over three or more seeds, or the range of two. The efficiency "
+            "at the smallest number of ranks is 100 % by definition, and bars do not include the "
+            "spread of this base. Points are moved apart sideways. On the left, the ideal line "
+            "begins at the fastest variant.",
             "no variant was measured on two numbers of ranks",
         ),
         Picture(

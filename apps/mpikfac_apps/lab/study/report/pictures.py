@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
+from mpikfac_apps.lab.study.measures import Measure
 from mpikfac_apps.lab.study.report.findings import CROWDED, MARK
 from mpikfac_apps.lab.study.report.style import (
     GRID,
@@ -189,26 +190,31 @@ def _three_curves(
         place: the variant's position, to draw a bar at the end only; None to draw a band.
     """
     runs, wire = [cell.curve for cell in seeds], seeds[0].wire
+    measure = runs[0].measure
     ends = min(len(run.steps) for run in runs)
-    values = [[run.measure.scale * value for value in run.values[:ends]] for run in runs]
+    values = [[measure.scale * value for value in run.values[:ends]] for run in runs]
     seconds = [fmean(run.seconds[epoch] for run in runs) for epoch in range(ends)]
     sent = [step * wire / MIB for step in runs[0].steps[:ends]] if wire else []
     for panel, along in zip(row, (runs[0].epochs[:ends], seconds, sent)):
         if not along:
             continue
         if place is None:
-            line_of_seeds(panel, along, values, style)
+            line_of_seeds(panel, along, values, style, measure)
         else:
-            _line_with_an_end(panel, along, values, style, place)
+            _line_with_an_end(panel, along, values, style, measure, place)
     row[1].text(seconds[-1], fmean(run[-1] for run in values), _mark(seeds))
 
 
 def line_of_seeds(
-    panel: Axes, along: Sequence[float], runs: Sequence[Sequence[float]], style: Mapping[str, Any]
+    panel: Axes,
+    along: Sequence[float],
+    runs: Sequence[Sequence[float]],
+    style: Mapping[str, Any],
+    measure: Measure,
 ) -> None:
     """Draw the mean over runs; with two runs, also thin lines, and with three or more, a band.
 
-    The band is the 95 % interval.
+    The band is the 95 % interval, up to the best possible value.
 
     Args:
         along: positions on the x-axis, the same for all runs.
@@ -217,7 +223,7 @@ def line_of_seeds(
     means = [mean for values in zip(*runs) if (mean := mean_of(values))]
     panel.plot(along, [mean.mean for mean in means], markersize=4, **style)
     if len(runs) >= LEAST:
-        low, high = zip(*(mean.ends for mean in means))
+        low, high = zip(*(map(measure.possible, mean.ends) for mean in means))
         panel.fill_between(along, low, high, color=style["color"], alpha=0.15, linewidth=0)
     elif len(runs) > 1:
         for values in runs:
@@ -229,9 +235,12 @@ def _line_with_an_end(
     along: Sequence[float],
     runs: Sequence[Sequence[float]],
     style: Mapping[str, Any],
+    measure: Measure,
     place: int,
 ) -> None:
     """Draw the mean over runs, and a bar for the interval or range beside the last point.
+
+    The bar ends at the best possible value.
 
     Args:
         place: the variant's position, by which bars are moved apart.
@@ -240,14 +249,16 @@ def _line_with_an_end(
     panel.plot(along, [mean.mean for mean in means], markersize=4, **style)
     if len(runs) > 1:
         beside = along[-1] * (1 + 0.02 * (place + 1))
-        bars_between(panel, [beside], [means[-1].around], style)
+        low, middle, high = map(measure.possible, means[-1].around)
+        bars_between(panel, [beside], [(low, middle, high)], style)
 
 
 def scaling(all_cells: Sequence[Measured]) -> Figure | None:
     """Draw images per second, and the efficiency, by number of ranks.
 
-    The efficiency is relative to the smallest number of ranks of each variant. Bars are
-    intervals or ranges over seeds. Numbers of ranks that share cores are shaded.
+    The efficiency is relative to the smallest number of ranks of each variant, where it is 100 %
+    by definition. Bars are intervals or ranges over seeds. Numbers of ranks that share cores are
+    shaded.
     """
     paces = _paces(all_cells)
     if not paces:
@@ -268,7 +279,8 @@ def scaling(all_cells: Sequence[Measured]) -> Figure | None:
             ):
                 means = [pace[r].scaled(scale) for r, scale in zip(ranks, scales)]
                 panel.plot(along, [mean.mean for mean in means], **style)
-                bars_between(panel, along, [mean.around for mean in means], style)
+                first = 1 if panel is right else 0
+                bars_between(panel, along[first:], [mean.around for mean in means[first:]], style)
             for at, r in zip(along, ranks):
                 left.annotate(f" {_mark(_at(all_cells, variant, r))}", (at, pace[r].mean))
         ideal: Any = {"color": QUIET, "linestyle": "-", "linewidth": 0.8}

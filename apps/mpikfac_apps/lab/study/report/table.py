@@ -90,12 +90,16 @@ def rows(
 
 
 def _collectives(cell: Measured) -> tuple[float | None, float | None]:
-    """Return the fractions of a step spent in collectives, and in waiting for other ranks."""
+    """Return the fractions of a step spent in collectives, and in waiting for other ranks.
+
+    The second one is None if it is unknown.
+    """
     parts, step = cell.breakdown, cell.traced_seconds
     if not parts or not step:
         return cell.communication, None
     waiting = parts[WAITING]
-    return (sum(parts[group] for group in MESSAGES) + waiting) / step, waiting / step
+    share = (sum(parts[group] for group in MESSAGES) + waiting) / step
+    return share, None if cell.overlaps else waiting / step
 
 
 def means(
@@ -129,15 +133,16 @@ def means(
 # -- the page ------------------------------------------------------------------------------------
 
 
-def columns(measure: Measure, target: float | None) -> list[Column]:
-    """Return the columns of the table of cells."""
+def columns(measure: Measure, target: float | None, predicted: bool) -> list[Column]:
+    """Return the columns of the table of cells; `predicted` adds that of predicted times."""
     aim = measure.text(target)
+    predictions = [column("predicted", "predicted_step_seconds", ms)] if predicted else []
     return [
         Column("cell", _name),
         Column("results", lambda row: str(row["numbers"])),
         _timed(column("ms per step", "step_seconds", ms)),
         _timed(Column("range", _range, "least_step_seconds")),
-        column("predicted", "predicted_step_seconds", ms),
+        *predictions,
         _timed(column("images/s", "images_per_second", lambda pace: f"{pace:,.0f}")),
         _timed(column("against SGD", "against_sgd", lambda ratio: f"{ratio:.2f} x"), "sgd_busy"),
         column("in collectives", "share_in_collectives", lambda share: percent(share, 0)),

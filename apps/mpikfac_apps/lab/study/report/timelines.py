@@ -50,9 +50,8 @@ def timeline(all_cells: Sequence[Measured]) -> Figure | None:
             row[0].set_xlim(0, max(ends) / 1e3)
         for panel in grid[-1]:
             panel.set_xlabel("ms since the first rank began the step")
-        used = [name for name in STAGES if name != OTHER]
-        keys = [Patch(**bar_style(name)) for name in used]
-        figure.legend(keys, used, loc="outside lower center", ncols=5)
+        keys = [Patch(**bar_style(name)) for name in STAGES]
+        figure.legend(keys, list(STAGES), loc="outside lower center", ncols=6)
         return figure
 
 
