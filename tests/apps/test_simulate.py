@@ -214,7 +214,10 @@ def test_work_that_is_not_predicted_is_named(capsys):
         ),
         ("--model resnet50 --machine v100-edr --ranks 2 --json /nowhere/x", "/nowhere/x"),
         ("--model resnet50 --ranks 2", "--machine"),
-        ("--model resnet50 --machine v100-edr --ranks 2 --json .", "must be a file in an existing folder"),
+        (
+            "--model resnet50 --machine v100-edr --ranks 2 --json .",
+            "must be a file in an existing folder",
+        ),
         ("--model resnet50 --machine v100-edr --ranks 2 --tp_size 2", "unknown key tp_size"),
     ],
 )
