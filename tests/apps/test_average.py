@@ -183,7 +183,7 @@ def test_training_does_not_notice_the_average(tmp_path):
     assert not saved(without, "average/")
     assert rows(averaged)[-1]["train_loss"] == rows(without)[-1]["train_loss"]
     assert rows(averaged)[-1]["test_loss"] != rows(without)[-1]["test_loss"]
-    assert "the average begins now" not in (averaged / "log.txt").read_text()
+    assert "averaging starts now" not in (averaged / "log.txt").read_text()
 
 
 def test_a_run_may_begin_to_average_later(tmp_path):
