@@ -140,6 +140,6 @@ def test_if_all_are_damaged_they_are_listed(pristine) -> None:
     with pytest.raises(UserError) as refused:
         find_checkpoint(mpikfac.world(), pristine)
     text = str(refused.value)
-    assert f"{pristine / 'step-000000001' / 'shard-0.h5'} is damaged: 100 bytes" in text
+    assert f"{pristine / 'step-000000001' / 'shard-0.h5'} is damaged: it has 100 bytes" in text
     assert f"{pristine / 'step-000000002' / 'shard-1.h5'} is missing" in text
     assert "\n" not in text
