@@ -174,9 +174,9 @@ def _scales(
     panel: Axes, runs: Sequence[Sequence[tuple[float, float]]], style: Mapping[str, Any], place: int
 ) -> None:
     """Draw a variant's mean clip factor, with bars from the lowest to the highest run."""
-    means = [mean for same in zip(*runs) if (mean := mean_of(scale for _, scale in same))]
-    along = [epoch + SHIFT * place for epoch, _ in runs[0][: len(means)]]
-    panel.plot(along, [mean.mean for mean in means], markersize=4, **style)
+    values = [[scale for _, scale in run] for run in runs]
+    along = [epoch + SHIFT * place for epoch, _ in min(runs, key=len)]
+    means = _line_of_means(panel, along, values, style)
     if len(runs) > 1:
         bars_between(panel, along, [(m.low, m.mean, m.high) for m in means], style)
 
@@ -220,14 +220,22 @@ def line_of_seeds(
         along: positions on the x-axis, the same for all runs.
         runs: the values of each run.
     """
-    means = [mean for values in zip(*runs) if (mean := mean_of(values))]
-    panel.plot(along, [mean.mean for mean in means], markersize=4, **style)
+    means = _line_of_means(panel, along, runs, style)
     if len(runs) >= LEAST:
         low, high = zip(*(map(measure.possible, mean.ends) for mean in means))
         panel.fill_between(along, low, high, color=style["color"], alpha=0.15, linewidth=0)
     elif len(runs) > 1:
         for values in runs:
             panel.plot(along, values, color=style["color"], linewidth=0.5, alpha=0.6)
+
+
+def _line_of_means(
+    panel: Axes, along: Sequence[float], runs: Sequence[Sequence[float]], style: Mapping[str, Any]
+) -> list[SeedMean]:
+    """Draw the mean over runs at each position; return the means."""
+    means = [mean for values in zip(*runs) if (mean := mean_of(values))]
+    panel.plot(along, [mean.mean for mean in means], markersize=4, **style)
+    return means
 
 
 def _line_with_an_end(
@@ -245,8 +253,7 @@ def _line_with_an_end(
     Args:
         place: the variant's position, by which bars are moved apart.
     """
-    means = [mean for values in zip(*runs) if (mean := mean_of(values))]
-    panel.plot(along, [mean.mean for mean in means], markersize=4, **style)
+    means = _line_of_means(panel, along, runs, style)
     if len(runs) > 1:
         beside = along[-1] * (1 + 0.02 * (place + 1))
         low, middle, high = map(measure.possible, means[-1].around)
@@ -273,13 +280,12 @@ def scaling(all_cells: Sequence[Measured]) -> Figure | None:
             ranks, style = sorted(pace), styles[variant]
             along = [r * 1.03**place for r in ranks]
             per_rank = 100 * ranks[0] / pace[ranks[0]].mean
-            for panel, scales in (
-                (left, [1.0] * len(ranks)),
-                (right, [per_rank / r for r in ranks]),
+            for panel, scales, first in (
+                (left, [1.0] * len(ranks), 0),
+                (right, [per_rank / r for r in ranks], 1),  # the base has no bar
             ):
                 means = [pace[r].scaled(scale) for r, scale in zip(ranks, scales)]
                 panel.plot(along, [mean.mean for mean in means], **style)
-                first = 1 if panel is right else 0
                 bars_between(panel, along[first:], [mean.around for mean in means[first:]], style)
             for at, r in zip(along, ranks):
                 left.annotate(f" {_mark(_at(all_cells, variant, r))}", (at, pace[r].mean))
