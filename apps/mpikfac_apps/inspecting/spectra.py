@@ -38,7 +38,7 @@ class Spectrum:
     def condition(
         self, preconditioner: Preconditioner, damping: float, relative: bool = False
     ) -> float:
-        """Return the condition number of the matrix that a preconditioner inverts for `A (x) G`.
+        """Return the condition number of the matrix that a preconditioner inverts for `G (x) A`.
 
         For `EKFAC`, the eigenvalues are the products from which the preconditioner's own
         eigenvalues start. Rounding can make eigenvalues negative; these count as 0. For a layer
