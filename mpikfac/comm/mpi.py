@@ -138,8 +138,8 @@ class _OnDemand:
 def _refuse_in_worker() -> None:
     """End a rank's worker process that would start MPI and thus join the job a second time.
 
-    The server process of `forkserver` is not a worker, but runs the main program under another
-    name.
+    The server process of `forkserver` also counts as a worker, because it runs the main program
+    under another name.
 
     Raises:
         SystemExit: with code 2, after a line on stderr.

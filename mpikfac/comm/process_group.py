@@ -34,15 +34,15 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def over(group: ProcessGroup | None = None) -> MPI.Intracomm:
-    """Return a communicator over a process group of torch.distributed, by default all processes.
+    """Return a communicator over a process group of torch.distributed; None means all processes.
 
         torch.distributed.init_process_group("gloo")
         optimizer = mpikfac.KFACOptimizer(model, comm=mpikfac.over())
 
     The group needs a backend for host memory: "gloo", or "cpu:gloo,cuda:nccl" to send device
     memory with NCCL. The backend sums in its own order, which can differ from that of MPI.
-    Strategies with servers need MPI. Processes outside a group must not call this: for some of
-    them, torch's `new_group` returns None.
+    Strategies with servers need MPI. Processes outside a group must not call this function: torch's
+    `new_group` returns None to some of them, and None stands for the group of all processes.
 
     Collective over: none.
 
@@ -95,7 +95,7 @@ class Meeting(NamedTuple):
         return self.add(0)
 
     def add(self, arrived: int) -> bool:
-        """Add to the number of ranks that have arrived, and return whether all have."""
+        """Add `arrived` to the number of ranks that have arrived; return whether all have."""
         try:
             return bool(self.store.add(self.key, arrived) >= self.size)
         except RuntimeError:  # the process that hosts the store has left the meeting

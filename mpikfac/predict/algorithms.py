@@ -278,7 +278,7 @@ def _crossing(pairs: np.ndarray, turn: int, of_node: int) -> float:
 
 
 def _bruck(parts: np.ndarray, together: int) -> list[Round]:
-    """Send the first 1, 2, 4, ... parts received so far to the member at that distance."""
+    """For d = 1, 2, 4, ..., send the first d parts received so far to the member at distance d."""
     ranks = len(parts)
     counts = {distance: min(distance, ranks - distance) for distance in _powers(ranks)}
     return [

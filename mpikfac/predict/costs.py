@@ -242,7 +242,7 @@ def _total(seconds: Iterable[tuple[float, float]]) -> tuple[float, float]:
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None = None) -> float:
     """Return the time of a refresh's decompositions on `rank`, for all slots or one, in seconds."""
     factors = plan.of(rank).decomposed(turn)
-    # Reciprocals of diagonals take no time.
+    # The reciprocals of diagonals are assumed to take no time.
     return sum(factor_seconds(factor, machine) for factor in factors if factor.order > 1)
 
 

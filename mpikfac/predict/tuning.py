@@ -1,4 +1,4 @@
-"""Choose a strategy for a machine, the messages to merge, and the factors to replicate."""
+"""For a machine, choose a strategy, the messages to merge, and the factors to replicate."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def choose(
     a single process with the joined batch, without stale bases. All candidates are `tuned` first.
 
     Raises:
-        ValueError: the preconditioner supports no strategy; the message is that of the last one.
+        ValueError: the preconditioner supports no strategy; the message is that of the last one
+            tried.
     """
     plans, refusal = {}, ValueError("there is no strategy to choose from")
     for name, strategy in _candidates(ranks):

@@ -64,7 +64,7 @@ def sums(
     primitive: str | None = "Reduce_scatter",
     codec: Codec | None = None,
 ) -> list[Message]:
-    """Return messages that sum an arena over the world: everywhere, or segment r on rank r.
+    """Return messages that sum an arena over the world: on all ranks, or segment r on rank r only.
 
     An arena of several segments is summed segment by segment. Neighbouring blocks of a `kind` share
     a message; blocks of kind None are left out. If all segments have the same kind, and a
@@ -98,7 +98,7 @@ def combinations(
     itemsize: int,
     rule: Aggregation | FactorAggregation,
 ) -> list[Message]:
-    """Return the messages of rank `member` that combine an arena of one segment with a rule.
+    """Return the messages of rank `member` that apply a rule to all ranks' arenas of one segment.
 
     Each rank receives a shard of all vectors, and sends the result to all. In between, rules with
     weights need the sum of the shards' inner products, in float64.
