@@ -86,7 +86,7 @@ class CheckpointWriter:
 
     @property
     def written(self) -> bool:
-        """Return whether writing this rank's part of the pending checkpoint has ended, or has failed."""
+        """Return whether the rank's write for the pending checkpoint has ended, even with an error."""
         return self.pending and self._shard.done()
 
     def begin(self, items: Mapping[str, Value], step: int) -> None:

@@ -400,7 +400,7 @@ class Leader(SeparateMerge):
         return losses
 
     def _move(self, due: Sequence[bool]) -> None:
-        """Move the replica in the buffer towards each leader, by `leader_step` if it is due."""
+        """Move the replica in the buffer towards each leader, by more if an exchange is due."""
         rule, before = self.sync, self.weights.clone()
         for leader, now, every in zip(self._leaders, due, self._every):
             share = rule.leader_step if now else rule.leader_pull / every
