@@ -86,7 +86,10 @@ class CheckpointWriter:
 
     @property
     def written(self) -> bool:
-        """Return whether the rank's write for the pending checkpoint has ended, even with an error."""
+        """Return whether this rank's part of the pending checkpoint has been written.
+
+        The result is also true if writing failed.
+        """
         return self.pending and self._shard.done()
 
     def begin(self, items: Mapping[str, Value], step: int) -> None:

@@ -88,7 +88,7 @@ def _copied(value: object) -> object:
 
 
 def _alone() -> Any:
-    """Return a stand-in for `mpi4py.MPI`, with all that one process or a process group needs."""
+    """Return a stand-in for `mpi4py.MPI`, with everything a process or a process group needs."""
     return SimpleNamespace(
         BAND="logical and of bits",
         COMM_WORLD=_Alone(),
@@ -111,7 +111,8 @@ class _OnDemand:
     """The names of `mpi4py.MPI`; the first use of any of them imports it and starts MPI.
 
     Under `torchrun`, and in a worker process that torch.distributed connects, MPI is not started
-    unless the program has already done so: each process would become a separate MPI job.
+    here, because each process would become a separate MPI job; it is used only if the program has
+    already started it.
 
     Attributes:
         missing: why no MPI library could be loaded; "" if one was loaded, or none was needed.

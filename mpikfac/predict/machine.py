@@ -28,7 +28,7 @@ PRIMITIVES = (
 )
 """Collectives that a `Sample` can measure, by their names in `Message`."""
 GROWING = ("forward", "backward", "statistics", "vector_statistics")
-"""Parts of a step whose seconds grow with the batch."""
+"""Parts of a step whose duration grows with the batch."""
 OPTIONAL = ("precondition", "vector_statistics", "vector_precondition")
 
 

@@ -148,8 +148,7 @@ def sampled_models(
         prior: see `log_evidence`.
         generator: see `Curvature.sample`.
         inputs: batches of training inputs, the same on all ranks, from which BatchNorm's statistics
-            are estimated for each sample, because they depend on the weights; empty to use the
-            model's statistics.
+            are estimated anew for each sample of the weights; empty to use the model's statistics.
     """
     model = curvature.model
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
