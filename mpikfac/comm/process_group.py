@@ -471,7 +471,7 @@ def _summed(numbers: Tensor, op: Any = None) -> tuple[Tensor, Any]:
     if op is None or op == MPI.SUM:
         return numbers, distributed.ReduceOp.SUM
     if op == MPI.BAND:
-        return numbers, distributed.ReduceOp.MIN  # all values are 0 or 1
+        return numbers, distributed.ReduceOp.MIN  # like BAND, because all values are 0 or 1
     if op == bfloat16_sum():
         return numbers.view(torch.bfloat16), distributed.ReduceOp.SUM
     raise ValueError(f"op={op!r} cannot be reduced over a process group: use MPI.SUM")

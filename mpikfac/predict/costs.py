@@ -196,7 +196,7 @@ def _rounds(primitive: str, parts: Parts, nodes: int, library: str) -> list[Roun
     found: list[Round] = []
     for name in primitive.split(", "):
         size = max(parts) * len(parts) if name == "Alltoall" else sum(np.ravel(parts))
-        pieces = math.ceil(size / PIECES.get(name, size) - 1e-9)  # sums of parts are rounded
+        pieces = math.ceil(size / PIECES.get(name, size) - 1e-9)  # tolerates rounded sums of parts
         piece = list(np.asarray(parts, float) / pieces)
         way = algorithms.chosen(name, piece, library)
         of_piece = algorithms.rounds(name, way, piece, together)

@@ -127,7 +127,7 @@ def _fusing(strategy: Strategy, fusion: int | tuple[int, ...]) -> Strategy:
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
-    """Return how many layers share each message, front to back, so that messages end earliest.
+    """Return how many layers share each message, front to back; they then end as early as possible.
 
     Messages are sent one after another, from the last layer to the first. A message begins once its
     layers are ready and the previous message has ended; each merged layer saves a latency. This is

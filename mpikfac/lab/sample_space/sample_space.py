@@ -469,7 +469,7 @@ class SampleSpace:
         return self._sum(residuals), residuals
 
     def _sum(self, residuals: Tensor) -> float:
-        """Return half the sum of squares over all ranks.
+        """Return half the sum of all ranks' squared residuals.
 
         Collective over: comm.
         """
