@@ -217,7 +217,7 @@ class LayerShape:
         )
 
     def products(self) -> list[int]:
-        """Return the multiplications in the gradient's product with each side, except diagonals.
+        """Return how many multiplications the gradient's product with each non-diagonal side takes.
 
         The product with A comes second, because a low rank of G adds rows to the gradient.
         """

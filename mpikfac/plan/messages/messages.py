@@ -11,8 +11,8 @@ from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, Codec
 from mpikfac.plan.layout import ALIGNMENT, Layout, Span
 
 Kind = Callable[[str], Hashable]
-# The number of elements to reduce at once: MPI's temporaries stay small and in the cache, which is
-# faster and needs less memory than reducing everything at once.
+# The number of elements to reduce at once: MPI's temporary buffers then stay small and in the
+# cache, which is faster and needs less memory than reducing everything at once.
 PIECE = 2**22
 BATCH = 2**18  # elements per batch of overlapped reductions, and per piece of one reduction
 
