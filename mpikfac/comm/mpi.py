@@ -26,7 +26,7 @@ LAUNCHERS = (
 )
 """The environment variables in which launchers pass the number of ranks and the rank."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""The environment variable that shows that `torchrun` started the process."""
+"""The environment variable that is set in processes that `torchrun` started."""
 
 THREADS = 3  # THREAD_MULTIPLE: several threads can use a process group
 

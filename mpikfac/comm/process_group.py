@@ -29,7 +29,7 @@ from mpikfac.comm.mpi import MPI, connected
 from mpikfac.errors import RankLostError
 
 SOURCE = re.compile(r"^\[\S*\] ")
-"""The source file that is named at the beginning of gloo's error messages."""
+"""A pattern for the source file at the beginning of gloo's error messages."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 

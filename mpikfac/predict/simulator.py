@@ -184,8 +184,8 @@ def sequence(
 ) -> list[Event]:
     """Return computations and messages in the order of a step.
 
-    With `overlap`, the backward pass is divided into slices, and some messages are ready after
-    every slice.
+    With `overlap`, the backward pass is divided into slices; after each slice, some messages are
+    ready.
     """
     events: list[Event] = []
     sent = [message for message in messages if message.kind in OVERLAPPED]

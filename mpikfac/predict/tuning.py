@@ -127,11 +127,12 @@ def _fusing(strategy: Strategy, fusion: int | tuple[int, ...]) -> Strategy:
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
-    """Return how many layers share each message, front to back; they then end as early as possible.
+    """Return how many layers share each message, so that the messages end as early as possible.
 
-    Messages are sent one after another, from the last layer to the first. A message begins once its
-    layers are ready and the previous message has ended; each merged layer saves a latency. This is
-    the problem of MG-WFBP [Shi et al. 2019]; dynamic programming finds its optimum.
+    Messages are listed front to back, but sent one after another, from the last layer to the first.
+    A message begins once its layers are ready and the previous message has ended; each merged layer
+    saves a latency. This is the problem of MG-WFBP [Shi et al. 2019]; dynamic programming finds its
+    optimum.
 
     Args:
         seconds: for each layer, the time of a message with only this layer, including latency.
