@@ -256,7 +256,7 @@ def published_machines() -> list[str]:
 
 
 def interpolated(points: Sequence[Point], at: float) -> float:
-    """Return the value at `at`: linear on log-log scales between points, constant beyond the ends."""
+    """Return the value at `at`: linear on log-log axes between points, constant beyond."""
     x, y = np.log(np.asarray(points, float)).T
     return float(np.exp(np.interp(math.log(at), x, y)))
 

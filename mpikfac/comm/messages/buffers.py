@@ -95,7 +95,7 @@ class Buffers:
 
     @contextmanager
     def both(self, sent: Tensor, received: Tensor, stage: str) -> Iterator[tuple[Any, Any]]:
-        """Yield buffers in place of both: MPI reads that of `sent`, and fills that of `received`."""
+        """Yield two buffers that MPI uses in place of both: it reads the first and fills the second."""
         if sent.is_cpu:  # sent.numpy() would permanently fix the size of the program's tensor
             yield np.from_dlpack(sent), received.numpy()
             return
