@@ -95,7 +95,7 @@ class Buffers:
 
     @contextmanager
     def both(self, sent: Tensor, received: Tensor, stage: str) -> Iterator[tuple[Any, Any]]:
-        """Yield two buffers that MPI uses in place of both: it reads the first and fills the second."""
+        """Yield two buffers for MPI: one to read in place of `sent`, one to fill for `received`."""
         if sent.is_cpu:  # sent.numpy() would permanently fix the size of the program's tensor
             yield np.from_dlpack(sent), received.numpy()
             return
