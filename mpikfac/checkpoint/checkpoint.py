@@ -81,12 +81,15 @@ class CheckpointWriter:
 
     @property
     def pending(self) -> bool:
-        """Return whether a checkpoint was begun and is not committed yet; the same on all ranks."""
+        """Return whether a checkpoint is begun but not yet committed; the same on all ranks."""
         return self._begun is not None
 
     @property
     def written(self) -> bool:
-        """Return whether this rank's part of the pending checkpoint is written, or has failed."""
+        """Return whether this rank's part of the pending checkpoint has been written.
+
+        The result is also true if writing failed.
+        """
         return self.pending and self._shard.done()
 
     def begin(self, items: Mapping[str, Value], step: int) -> None:
@@ -320,7 +323,7 @@ def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, An
 
 
 def _to_host(value: Tensor, buffer: Tensor | None) -> Tensor:
-    """Copy the value to host memory, into `buffer` if it matches; a GPU may still be copying."""
+    """Copy the value to host memory, into `buffer` if it matches; a GPU may still be copying it."""
     if buffer is None or (buffer.dtype, buffer.shape) != (value.dtype, value.shape):
         buffer = torch.empty_like(value, device="cpu", pin_memory=not value.is_cpu)
     return buffer.copy_(value, non_blocking=True)

@@ -1,6 +1,6 @@
 """Write a rank's items as an HDF5 file, and read it back; no other module imports h5py.
 
-libhdf5 does not notice damage, and crashes if the disk is full, so it never opens files itself.
+libhdf5 does not notice damage, and crashes if the disk is full, so it is never used to open files.
 For writing, it lays out the file in memory without the values, which plain writes then copy from
 tensors to the file. For reading, it parses bytes in memory, after their BLAKE3 digest has been
 checked.

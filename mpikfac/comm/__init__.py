@@ -1,4 +1,4 @@
-"""Communicate between ranks; no other package imports mpi4py.
+"""Communicate between ranks; no other package of mpikfac imports mpi4py.
 
 Training uses blocking collectives, because Open MPI makes progress on non-blocking ones only inside
 MPI calls. Overlapped messages, and messages to and from curvature servers, are non-blocking.

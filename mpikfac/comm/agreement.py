@@ -27,8 +27,8 @@ def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterat
     `RanksDifferError` keeps its type.
 
     Args:
-        untrusted: whether the body parses a file's content, so a missing key, a wrong type or a
-            wrong shape also counts as an error in the data.
+        untrusted: whether the body parses the content of a file; if so, a missing key, a wrong
+            type or a wrong shape also counts as an error in the data.
 
     Collective over: comm.
     """
@@ -120,13 +120,15 @@ def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
         host = tensor.detach().cpu().contiguous()
         _broadcast_bytes(comm, host, 0)
         if comm.rank:
-            with torch.no_grad():  # along an expanded dimension, all elements share memory
+            # An expanded dimension has stride 0: its elements share memory, so only one is copied.
+            with torch.no_grad():
                 places = tuple(slice(None if stride else 1) for stride in tensor.stride())
                 tensor[places].copy_(host[places])
 
 
 def _broadcast_bytes(comm: MPI.Intracomm, host: Tensor, root: int) -> None:
-    content = host.view(-1).view(torch.uint8)  # a tensor that NumPy shares cannot be resized
+    # Not host.numpy(): a tensor that shares its memory with NumPy cannot be resized.
+    content = host.view(-1).view(torch.uint8)
     for piece in pieces(content, 0, len(content), MAX_COUNT):
         comm.Bcast(piece, root=root)
 

@@ -93,9 +93,10 @@ class Grid:
     def exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
         """Exchange the messages' spans of `flat`, message by message.
 
-        After a reduction, every rank, or the message's root, holds the sums over all ranks. After a
-        gather, every rank holds the owner's values; if they were compressed, the owner, too, gets
-        the decoded values. Elements that a rank neither owns nor receives are undefined.
+        After a reduction, the sums over all ranks are on every rank, on the message's root or, part
+        by part, on the members of the communicator. After a gather, every rank holds the owner's
+        values; if they were compressed, the owner, too, gets the decoded values. Elements that a
+        rank neither owns nor receives are undefined.
 
         Collective over: each message's `over`.
 

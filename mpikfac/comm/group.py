@@ -67,12 +67,12 @@ class Group:
                 )
 
     def check_gradients(self, x: Tensor) -> None:
-        """Check, in the first exchanges, that all members' tensors require gradients, or none does.
+        """Check, in the first exchanges, that tensors require gradients on all members or on none.
 
         Collective over: group.
 
         Raises:
-            UserError: only some do; those members would wait forever in the backward pass.
+            UserError: they do on some members only, which would wait forever in the backward pass.
         """
         if self.size == 1 or self._compared == FIRST:
             return

@@ -22,8 +22,8 @@ def isolated_seconds(grid: Grid, plan: RankPlan, device: torch.device) -> dict[s
 
     The messages are sent one after another, from scratch buffers, over the same communicators as in
     training. All ranks start together, and each time is the median of five repetitions. With
-    `stagger`, it is the mean over the slots of a refresh. Messages to and from curvature servers
-    and parameter servers are not measured.
+    `stagger`, the medians of all slots of a refresh are averaged. Messages to and from curvature
+    servers and parameter servers are not measured.
 
     Collective over: world.
     """

@@ -166,7 +166,7 @@ def cuda_aware(comm: Comm | None = None) -> bool:
     if isinstance(comm, ProcessGroupComm):
         return comm.direct
     maker = _maker()
-    if maker is None:  # without a GPU, the query is true if MPI can load a driver
+    if maker is None:  # without a GPU, MPI's query still returns true if MPI can load a driver
         return False
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}
@@ -218,8 +218,8 @@ def check_survivable() -> None:
     Collective over: none.
 
     Raises:
-        ValueError: MPI, or the way it was started, would end the job; the message states the
-            remedy.
+        ValueError: this MPI library, or the way in which the job was started, does not allow this;
+            the message states the remedy.
     """
     if survives():
         return

@@ -26,7 +26,7 @@ LAUNCHERS = (
 )
 """The environment variables in which launchers pass the number of ranks and the rank."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""The environment variable that shows that `torchrun` started the process."""
+"""The environment variable that is set in processes that `torchrun` started."""
 
 THREADS = 3  # THREAD_MULTIPLE: several threads can use a process group
 
@@ -88,7 +88,7 @@ def _copied(value: object) -> object:
 
 
 def _alone() -> Any:
-    """Return a stand-in for `mpi4py.MPI`, with all that one process or a process group needs."""
+    """Return a stand-in for `mpi4py.MPI`, with everything a process or a process group needs."""
     return SimpleNamespace(
         BAND="logical and of bits",
         COMM_WORLD=_Alone(),
@@ -111,7 +111,8 @@ class _OnDemand:
     """The names of `mpi4py.MPI`; the first use of any of them imports it and starts MPI.
 
     Under `torchrun`, and in a worker process that torch.distributed connects, MPI is not started
-    unless the program has already done so: each process would become a separate MPI job.
+    here, because each process would become a separate MPI job; it is used only if the program has
+    already started it.
 
     Attributes:
         missing: why no MPI library could be loaded; "" if one was loaded, or none was needed.
@@ -138,8 +139,8 @@ class _OnDemand:
 def _refuse_in_worker() -> None:
     """End a rank's worker process that would start MPI and thus join the job a second time.
 
-    The server process of `forkserver` is not a worker, but runs the main program under another
-    name.
+    The server process of `forkserver` also counts as a worker, because it runs the main program
+    under another name.
 
     Raises:
         SystemExit: with code 2, after a line on stderr.

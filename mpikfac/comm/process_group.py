@@ -29,20 +29,20 @@ from mpikfac.comm.mpi import MPI, connected
 from mpikfac.errors import RankLostError
 
 SOURCE = re.compile(r"^\[\S*\] ")
-"""The source file that is named at the beginning of gloo's error messages."""
+"""A pattern for the source file at the beginning of gloo's error messages."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def over(group: ProcessGroup | None = None) -> MPI.Intracomm:
-    """Return a communicator over a process group of torch.distributed, by default all processes.
+    """Return a communicator over a process group of torch.distributed; None means all processes.
 
         torch.distributed.init_process_group("gloo")
         optimizer = mpikfac.KFACOptimizer(model, comm=mpikfac.over())
 
     The group needs a backend for host memory: "gloo", or "cpu:gloo,cuda:nccl" to send device
     memory with NCCL. The backend sums in its own order, which can differ from that of MPI.
-    Strategies with servers need MPI. Processes outside a group must not call this: for some of
-    them, torch's `new_group` returns None.
+    Strategies with servers need MPI. Processes outside a group must not call this function: torch's
+    `new_group` returns None to some of them, and None stands for the group of all processes.
 
     Collective over: none.
 
@@ -95,7 +95,7 @@ class Meeting(NamedTuple):
         return self.add(0)
 
     def add(self, arrived: int) -> bool:
-        """Add to the number of ranks that have arrived, and return whether all have."""
+        """Add `arrived` to the number of ranks that have arrived; return whether all have."""
         try:
             return bool(self.store.add(self.key, arrived) >= self.size)
         except RuntimeError:  # the process that hosts the store has left the meeting
@@ -471,7 +471,7 @@ def _summed(numbers: Tensor, op: Any = None) -> tuple[Tensor, Any]:
     if op is None or op == MPI.SUM:
         return numbers, distributed.ReduceOp.SUM
     if op == MPI.BAND:
-        return numbers, distributed.ReduceOp.MIN  # all values are 0 or 1
+        return numbers, distributed.ReduceOp.MIN  # like BAND, because all values are 0 or 1
     if op == bfloat16_sum():
         return numbers.view(torch.bfloat16), distributed.ReduceOp.SUM
     raise ValueError(f"op={op!r} cannot be reduced over a process group: use MPI.SUM")

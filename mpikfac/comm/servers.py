@@ -20,7 +20,7 @@ from mpikfac.comm.mpi import MPI
 PAUSE = 2e-4  # seconds between two checks for a message; polling would occupy a core
 PUSH, GIVE, FETCH, HOLD, MEET, SAVE, LOAD = range(7)
 """Message tags. A client uses PUSH to send an update and get weights, GIVE to send an update only,
-FETCH to get weights only, HOLD to wait for the end of the warm start, MEET to wait for all clients,
+FETCH to get weights only, HOLD to wait for the end of the warm-up, MEET to wait for all clients,
 SAVE to get the optimizer's state, and LOAD to send it."""
 
 

@@ -219,7 +219,7 @@ class RankPlan:
         )
 
     def _gradients(self) -> Layout:
-        vectors = self.strategy.sync.of_vectors  # the means come last
+        vectors = self.strategy.sync.of_vectors  # if true, the means come last
         uncovered = sorted(self.uncovered, key=lambda block: vectors and block[0] in self.means)
         # All ranks reduce all gradients, so the order does not depend on the placement. The blocks
         # of an overlapped message stay together.

@@ -402,7 +402,7 @@ def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) 
 
 
 def _costs(layer: LayerShape, forms: Mapping[str, Form], power: int = 3) -> dict[str, int]:
-    """Return the load of every factor: its order raised to `power`, or less if it is cheaper.
+    """Return the load of every factor: `order^power`, or less if its decomposition is cheaper.
 
     A vector is not decomposed; its load is the number of its elements. The load of a layer without
     factors is the work to make its direction orthogonal, or the size of the direction.

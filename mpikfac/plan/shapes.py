@@ -100,7 +100,7 @@ class FactorShape:
         return self._several((self.order,) * dimensions)
 
     def part(self, dimensions: int) -> Shape:
-        """Return the shape of a block of the decomposition; it is that of `block` for a full rank.
+        """Return the shape of a block of the decomposition; for a full rank, that of `block`.
 
         With a low rank, `rank` eigenvectors `[order, rank]` are kept, and `[rank + 1]` values, of
         which the first is the mean of all dropped values.
@@ -143,7 +143,7 @@ class LayerShape:
         largest: the order above which a factor is cut into equal blocks along the diagonal; each
             block is a factor that is decomposed separately. None for no limit.
         rank: the number of eigenvectors to keep for a factor (or block) of a larger order; the
-            rest of the spectrum is replaced by the mean eigenvalue. None for all. Eigenbases only.
+            rest of the spectrum is replaced by its mean. None for all. Eigenbases only.
         kfac_approx: how the positions at which an example uses a weight enter the factors.
             "expand": each position counts as an example. "reduce": each example contributes the
             mean of its inputs and the sum of its gradients over positions [Eschenhagen et al.
@@ -217,7 +217,7 @@ class LayerShape:
         )
 
     def products(self) -> list[int]:
-        """Return the multiplications in the gradient's product with each side, except diagonals.
+        """Return how many multiplications the gradient's product with each non-diagonal side takes.
 
         The product with A comes second, because a low rank of G adds rows to the gradient.
         """
@@ -278,7 +278,7 @@ def check_layers(
 
 
 def few(rank: int, order: int) -> bool:
-    """Return whether `rank` eigenvectors take less time than all; see `leading_eigenbasis`."""
+    """Return whether `rank` eigenvectors are computed faster than all; see `leading_eigenbasis`."""
     return 4 * rank <= order
 
 

@@ -84,7 +84,7 @@ def reduce_gradients(rank: RankPlan) -> list[Message]:
 
 
 def sum_gradients(rank: RankPlan, without: Collection[str] = ()) -> list[Message]:
-    """Return the reductions of all gradients, except those of the blocks `without`.
+    """Return the reductions of all gradients, except those of the blocks in `without`.
 
     Raises:
         ValueError: a compressor has a momentum that its codec does not apply.

@@ -3,9 +3,9 @@
 In a round, members send at the same time, and the next round begins when the busiest link is done.
 Links can send and receive at the same time. The time of a collective is therefore the sum, over its
 rounds, of a latency plus the bytes of the busiest link divided by the bandwidth. `parts` are the
-bytes of every member's part, in the order of members; a buffer without parts counts as equal parts.
-For Alltoallv, `parts` are the bytes from every member to every member. `together` is the number of
-neighbouring members that share a node.
+bytes of every member's part, in the order of members; an undivided buffer is treated as equal
+parts. For Alltoallv, `parts` are the bytes from every member to every member. `together` is the
+number of neighbouring members that share a node.
 
 The rounds follow the definitions in [Thakur et al. 2005]: rings, trees, and exchanges at distances
 that double or halve. If the number of members is not a power of two, some members first pass their
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 Parts = Sequence[Any]
-"""Bytes, or for Alltoallv rows of bytes."""
+"""The bytes of every member's part or, for Alltoallv, from every member to every member."""
 Value = TypeVar("Value")
 Table = Mapping[str, Mapping[int, Mapping[int, str]]]
 """The algorithm by primitive, minimum number of ranks, and minimum number of bytes. The bytes are
@@ -278,7 +278,7 @@ def _crossing(pairs: np.ndarray, turn: int, of_node: int) -> float:
 
 
 def _bruck(parts: np.ndarray, together: int) -> list[Round]:
-    """Send the first 1, 2, 4, ... parts received so far to the member at that distance."""
+    """For d = 1, 2, 4, ..., send the first d parts received so far to the member at distance d."""
     ranks = len(parts)
     counts = {distance: min(distance, ranks - distance) for distance in _powers(ranks)}
     return [

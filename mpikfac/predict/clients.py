@@ -67,7 +67,7 @@ def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
     All ranks of the plan train, and servers are additional ranks.
 
     Servers own equal shards of the weights and process updates one after another. Pushes and
-    fetches share the link of a server. A warm start is not simulated.
+    fetches share the link of a server. A warm-up is not simulated.
 
     Raises:
         ValueError: the machine has no times for the model, or the plan has K-FAC layers, which

@@ -196,7 +196,7 @@ def _rounds(primitive: str, parts: Parts, nodes: int, library: str) -> list[Roun
     found: list[Round] = []
     for name in primitive.split(", "):
         size = max(parts) * len(parts) if name == "Alltoall" else sum(np.ravel(parts))
-        pieces = math.ceil(size / PIECES.get(name, size) - 1e-9)  # sums of parts are rounded
+        pieces = math.ceil(size / PIECES.get(name, size) - 1e-9)  # tolerates rounded sums of parts
         piece = list(np.asarray(parts, float) / pieces)
         way = algorithms.chosen(name, piece, library)
         of_piece = algorithms.rounds(name, way, piece, together)
@@ -242,7 +242,7 @@ def _total(seconds: Iterable[tuple[float, float]]) -> tuple[float, float]:
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None = None) -> float:
     """Return the time of a refresh's decompositions on `rank`, for all slots or one, in seconds."""
     factors = plan.of(rank).decomposed(turn)
-    # Reciprocals of diagonals take no time.
+    # The reciprocals of diagonals are assumed to take no time.
     return sum(factor_seconds(factor, machine) for factor in factors if factor.order > 1)
 
 

@@ -28,7 +28,7 @@ PRIMITIVES = (
 )
 """Collectives that a `Sample` can measure, by their names in `Message`."""
 GROWING = ("forward", "backward", "statistics", "vector_statistics")
-"""Parts of a step whose seconds grow with the batch."""
+"""Parts of a step whose duration grows with the batch."""
 OPTIONAL = ("precondition", "vector_statistics", "vector_precondition")
 
 
@@ -256,7 +256,7 @@ def published_machines() -> list[str]:
 
 
 def interpolated(points: Sequence[Point], at: float) -> float:
-    """Return the value at `at`: linear in logarithms between points, constant beyond the ends."""
+    """Return the value at `at`: linear on log-log axes between points, constant beyond."""
     x, y = np.log(np.asarray(points, float)).T
     return float(np.exp(np.interp(math.log(at), x, y)))
 

@@ -184,8 +184,8 @@ def sequence(
 ) -> list[Event]:
     """Return computations and messages in the order of a step.
 
-    With `overlap`, the backward pass is divided into slices, and some messages are ready after
-    every slice.
+    With `overlap`, the backward pass is divided into slices; after each slice, some messages are
+    ready.
     """
     events: list[Event] = []
     sent = [message for message in messages if message.kind in OVERLAPPED]
@@ -307,7 +307,7 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
 
 
 def _ready(message: Message, plan: Plan, rank: int) -> float:
-    """Return the fraction of the backward pass before a message, if layers take equally long."""
+    """Return the fraction of the backward pass before a message, for layers of equal duration."""
     gradients = message.stage == names.REDUCE_GRADIENTS
     layouts = plan.of(rank).layouts
     layout = layouts.gradients if gradients else layouts.statistics

@@ -41,8 +41,8 @@ def choose_tensor_parallel_plan(
     """Return the plan whose messages in a first-order step are cheapest.
 
     All divisors of the number of ranks are tried as `tp_size`. The cost is the bytes that a rank
-    sends in rings, or the time of all messages on a machine. Computations are assumed to take
-    equally long in all plans, and no message is overlapped.
+    sends in rings, or the time of all messages on a machine. Computations are assumed to take the
+    same time in all plans, and no message is overlapped.
 
     Args:
         calls: the layers in the order of the forward pass; see `layer_calls`.

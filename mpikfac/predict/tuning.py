@@ -1,4 +1,4 @@
-"""Choose a strategy for a machine, the messages to merge, and the factors to replicate."""
+"""For a machine, choose a strategy, the messages to merge, and the factors to replicate."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def choose(
     a single process with the joined batch, without stale bases. All candidates are `tuned` first.
 
     Raises:
-        ValueError: the preconditioner supports no strategy; the message is that of the last one.
+        ValueError: the preconditioner supports no strategy; the message is that of the last one
+            tried.
     """
     plans, refusal = {}, ValueError("there is no strategy to choose from")
     for name, strategy in _candidates(ranks):
@@ -126,11 +127,12 @@ def _fusing(strategy: Strategy, fusion: int | tuple[int, ...]) -> Strategy:
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
-    """Return how many layers share each message, front to back, so that messages end earliest.
+    """Return how many layers share each message, so that the messages end as early as possible.
 
-    Messages are sent one after another, from the last layer to the first. A message begins once its
-    layers are ready and the previous message has ended; each merged layer saves a latency. This is
-    the problem of MG-WFBP [Shi et al. 2019]; dynamic programming finds its optimum.
+    Messages are listed front to back, but sent one after another, from the last layer to the first.
+    A message begins once its layers are ready and the previous message has ended; each merged layer
+    saves a latency. This is the problem of MG-WFBP [Shi et al. 2019]; dynamic programming finds its
+    optimum.
 
     Args:
         seconds: for each layer, the time of a message with only this layer, including latency.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpikfac.trace import Trace
 
-# mpi4py sends dtypes that MPI does not know as bytes, and would silently sum the bytes.
+# If MPI does not know a dtype, mpi4py sends the values as bytes, and would silently sum the bytes.
 SUMMABLE = (torch.float32, torch.float64)
 MAX_COUNT = 2**31 - 1  # elements in one message; Open MPI before 6 rejects more
 
@@ -71,7 +71,7 @@ class Buffers:
     @contextmanager
     def of(self, flat: Tensor, stage: str, summed: bool = True) -> Iterator[Any]:
         """Yield a buffer that MPI uses in place of `flat`; copies are timed as part of `stage`."""
-        by_host = summed and flat.dtype not in SUMMABLE  # mpikfac's own operation runs on the host
+        by_host = summed and flat.dtype not in SUMMABLE  # mpikfac's own MPI.Op runs on the host
         if not flat.is_cpu and self._direct and not by_host:
             synchronize(flat)
             yield flat
@@ -95,8 +95,8 @@ class Buffers:
 
     @contextmanager
     def both(self, sent: Tensor, received: Tensor, stage: str) -> Iterator[tuple[Any, Any]]:
-        """Yield the buffers that MPI reads in place of `sent` and fills for `received`."""
-        if sent.is_cpu:  # `numpy()` would permanently fix the size of a program's tensor
+        """Yield two buffers for MPI: one to read in place of `sent`, one to fill for `received`."""
+        if sent.is_cpu:  # sent.numpy() would permanently fix the size of the program's tensor
             yield np.from_dlpack(sent), received.numpy()
             return
         if self._direct:
@@ -126,7 +126,7 @@ class Buffers:
         return joined
 
     def like(self, buffer: Any, use: str, count: int, pinned: bool = False) -> Any:
-        """Return a reusable buffer `[count]` of the kind of `buffer`; each `use` has its own."""
+        """Return a reusable buffer `[count]` of the same kind as `buffer`, one for each `use`."""
         if not isinstance(buffer, Tensor):
             return self.like(torch.from_numpy(buffer), use, count).numpy()
         memory = self._scratch.get((use, buffer.dtype))

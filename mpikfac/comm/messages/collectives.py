@@ -27,7 +27,7 @@ def bfloat16_sum() -> MPI.Op:
 
 
 def op_of(message: Message) -> MPI.Op:
-    """Return the reduction operation."""
+    """Return the operation with which MPI reduces a message."""
     return bfloat16_sum() if message.codec else MPI.SUM
 
 
@@ -139,7 +139,7 @@ COPIES = ("Allgatherv", "Bcast", PASSED)
 
 
 def sent_elements(message: Message, rank: int) -> int:
-    """Return how many elements of a message member `rank` of the communicator passes to MPI."""
+    """Return how many of a message's elements member `rank` of its communicator passes to MPI."""
     if message.primitive == PASSED:
         return sum(m.size for m in passed(message.spans, message.to) if m.source == rank)
     silent = message.primitive == "Bcast" and rank != message.root

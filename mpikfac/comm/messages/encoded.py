@@ -81,7 +81,7 @@ class Encoded:
         return len(encoded)
 
     def _to_owners(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Reduce to the owners: every member receives all members' values of its own span."""
+        """Reduce to the owners: every member receives the values of its span from all members."""
         encoded = [self._encoded(flat, span, message.stage, codec) for span in message.spans]
         counts = [len(part) for part in encoded]
         incoming = [counts[comm.rank]] * comm.size

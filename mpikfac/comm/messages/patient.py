@@ -57,7 +57,7 @@ class Patient:
 
 
 def sleep_until(done: MPI.Request) -> None:
-    """Wait for a request; between checks, sleep 1/16 of the time so far, at most `LONGEST`."""
+    """Wait for a request; between checks, sleep 1/16 of the time waited, at most `LONGEST`."""
     start = time.perf_counter()
     while not done.Test():
         time.sleep(min((time.perf_counter() - start) / 16, LONGEST))

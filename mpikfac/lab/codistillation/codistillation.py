@@ -25,10 +25,10 @@ PEERS = "codistillation/peers/"
 
 
 class Codistillation:
-    """Train one model per group of ranks, each of which also learns from its peers' predictions.
+    """Train one model per group of ranks; each model also learns from its peers' predictions.
 
     The peers of a group are the other groups. Each rank keeps a copy of each peer's model, which
-    becomes stale until weights are swapped again [Anil et al. 2018].
+    is only updated when weights are swapped [Anil et al. 2018].
 
         codistillation = mpikfac.Codistillation(model, comm, burn_in=500)
         trainer = mpikfac.FirstOrderTrainer(model, optimizer, codistillation.group)  # or KFAC

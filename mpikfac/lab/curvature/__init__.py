@@ -1,1 +1,1 @@
-"""Use a run's factors as its curvature: influence functions and posteriors from a checkpoint."""
+"""Use a run's factors as the curvature of its loss: influence functions and posteriors."""

@@ -1,9 +1,11 @@
 """The curvature of the loss at a run's weights, from the factors that K-FAC keeps.
 
-The Kronecker factors of a layer estimate the Fisher matrix of its parameters as `G (x) A`
-[Martens & Grosse 2015], which is block-diagonal over layers. With fisher_type="empirical", they
-use the gradients for the data's labels instead, which vanish as examples are fitted. In its
-eigenbasis, the inverse, roots, log-determinant and samples of a block only require its eigenvalues.
+The Kronecker factors of a layer estimate the Fisher matrix of its parameters as `G (x) A`; the
+estimate for the whole model has one such block per layer [Martens & Grosse 2015]. With
+fisher_type="empirical", the factors are computed from gradients for the labels of the data, rather
+than for labels drawn from the model's distribution; these gradients vanish as examples are fitted.
+In its eigenbasis, the inverse, roots, log-determinant and samples of a block only require its
+eigenvalues.
 """
 
 from __future__ import annotations
@@ -418,10 +420,10 @@ def damping_of(damping: float | Damping, values: Tensor) -> Tensor | float:
     """Return the value that damping adds to a layer's eigenvalues `[groups, outputs, inputs]`.
 
     Args:
-        damping: a number, or a `Damping` with a number; 0 is possible only if no factor is
+        damping: a number, or a `Damping` without a schedule; 0 is possible only if no factor is
             singular. Relative damping is multiplied by the mean eigenvalue of the layer, or of each
             of its groups (by 1 if all eigenvalues are 0). A K-FAC run, in contrast, damps each
-            block of a block-diagonal factor relative to the mean of the block.
+            block of a block-diagonal factor relative to the mean eigenvalue of the block.
 
     Raises:
         ValueError: the damping is a schedule, or negative.

@@ -67,19 +67,19 @@ class Eigenbasis:
         return Eigenbasis(a, g, self.values[groups])
 
     def rotate(self, matrices: Tensor) -> Tensor:
-        """Return `Q_G^T matrix Q_A` of matrices `[..., groups, outputs, inputs]`."""
+        """Return `Q_G^T matrix Q_A` for matrices `[..., groups, outputs, inputs]`."""
         return self.rotate_inputs(self.rotate_outputs(matrices.mT).mT)
 
     def rotate_inputs(self, rows: Tensor) -> Tensor:
-        """Return `Q_A^T row` of rows `[..., groups, rows, inputs]`."""
+        """Return `Q_A^T row` for rows `[..., groups, rows, inputs]`."""
         return _from_left([block.mT for block in self.a], rows.mT).mT
 
     def rotate_outputs(self, rows: Tensor) -> Tensor:
-        """Return `Q_G^T row` of rows `[..., groups, rows, outputs]`."""
+        """Return `Q_G^T row` for rows `[..., groups, rows, outputs]`."""
         return _from_left([block.mT for block in self.g], rows.mT).mT
 
     def rotate_back(self, matrices: Tensor) -> Tensor:
-        """Return `Q_G matrix Q_A^T` of matrices `[..., groups, outputs, inputs]`."""
+        """Return `Q_G matrix Q_A^T` for matrices `[..., groups, outputs, inputs]`."""
         return _from_left(self.a, _from_left(self.g, matrices).mT).mT
 
     def apply(self, function: Function, matrices: Tensor) -> Tensor:

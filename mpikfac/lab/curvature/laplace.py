@@ -22,7 +22,7 @@ from mpikfac.lab.curvature.records import Outputs, record_columns, rotated_input
 from mpikfac.plan import check_positive
 
 CHANGE = 1e-10  # the iteration stops when log(prior) changes by at most this
-FEW, MANY = 1e-10, 1e15  # beyond these prior precisions, the evidence has no maximum
+FEW, MANY = 1e-10, 1e15  # prior precisions between which a maximum is searched for
 
 
 def log_evidence(curvature: Curvature, log_likelihood: float, examples: int, prior: float) -> float:
@@ -148,8 +148,7 @@ def sampled_models(
         prior: see `log_evidence`.
         generator: see `Curvature.sample`.
         inputs: batches of training inputs, the same on all ranks, from which BatchNorm's statistics
-            are estimated for each sample, because they depend on the weights; empty to use the
-            model's statistics.
+            are estimated anew for each sample of the weights; empty to use the model's statistics.
     """
     model = curvature.model
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}

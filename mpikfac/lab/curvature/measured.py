@@ -113,7 +113,7 @@ class _Sums:
         self._vectors = self._examples = 0
 
     def add(self, calls: Sequence[RecordedCall], examples: int, first: bool) -> None:
-        """Add the calls of a pass; `first` if the sums do not include their inputs yet."""
+        """Add the calls of a pass; the batch's inputs are added only in its `first` pass."""
         self._examples += examples if first else 0
         for call in calls:
             x, g = call.prepared()

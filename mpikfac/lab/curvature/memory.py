@@ -31,7 +31,8 @@ from mpikfac.lab.curvature.records import (
 Parts = dict[str, int]
 """The number of bytes, by what they store."""
 ROTATED = 4
-"""The gradients in memory at a time: a sum, one call's, and both sides of their rotation."""
+"""How many gradients are in memory while they are rotated: a sum over calls, the gradients of one
+call, and their products with the eigenvectors of one side and of both sides."""
 
 
 def influence_memory(
@@ -134,7 +135,7 @@ def _gradient(calls: Sequence[RecordedCall]) -> int:
 
 
 def _of_layer(calls: Sequence[RecordedCall], examples: int, queries: int | None = None) -> int:
-    """Return the number of elements that a layer's gradients need at a time; see `parts`.
+    """Return the number of elements that a layer's gradients need at the same time; see `parts`.
 
     Args:
         queries: the number of queries whose products with the gradients are computed; None if the

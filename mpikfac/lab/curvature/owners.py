@@ -176,7 +176,7 @@ class Owners:
         return [sum(math.prod(shapes[n]) for n in names if n in shapes) for names in self.names]
 
     def sum(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum each layer's vectors over ranks, in rank order; return those of this rank's layers.
+        """Sum each layer's vectors over ranks, in rank order; return the sums of the rank's layers.
 
         Args:
             vectors: a vector for each layer, of the same length on all ranks.

@@ -18,7 +18,7 @@ from mpikfac.lab.curvature.eigenbasis import Eigenbasis
 from mpikfac.layers import Layer
 
 ELEMENTS = 2**24
-"""The maximum number of elements of a layer's per-example gradients at a time (128 MiB)."""
+"""The maximum number of elements of a layer's per-example gradients in memory (128 MiB)."""
 Losses = Callable[[nn.Module, Any], Tensor]
 """A function of a model and a batch that returns one loss per example, `[examples]`."""
 Outputs = Callable[[nn.Module, Any], Tensor]
@@ -264,7 +264,7 @@ def rotated_inputs(basis: Eigenbasis, calls: Sequence[RecordedCall]) -> list[Ten
 
 
 def rotated_elements(call: RecordedCall, examples: int) -> int:
-    """Return the number of elements of a call's rotated inputs with `examples`; 0 for None."""
+    """Return the number of elements of a call's result in `rotated_inputs`; 0 if it is None."""
     shape, positions = call.layer.shape, call.positions // max(1, len(call.g))
     elements = examples * positions * shape.groups * shape.inputs
     many = elements > ELEMENTS or positions > shape.inputs or "A" in call.layer.quadratic

@@ -355,7 +355,7 @@ class Leader(SeparateMerge):
         self._heard.append(loss)
 
     def end_step(self, step: int) -> bool:
-        """Receive the replicas of the leaders that are due, and move towards all leaders."""
+        """Receive the replicas of leaders whose exchange is due; move towards all leaders."""
         due = [self.sync.due(step, every) for every in self._every]
         self.read()
         if any(due):
@@ -373,7 +373,7 @@ class Leader(SeparateMerge):
         self._heard, self._next = [], None
 
     def _follow(self, due: Sequence[bool]) -> None:
-        """Receive the replicas of the leaders that are due."""
+        """Receive the replicas of the leaders whose exchange is due."""
         losses, node = self._losses(), self.copies.node
         begins = [rank // node * node for rank in range(len(losses))]
         of_copies = [sum(losses[begin : begin + node]) for begin in begins]
@@ -400,7 +400,7 @@ class Leader(SeparateMerge):
         return losses
 
     def _move(self, due: Sequence[bool]) -> None:
-        """Move the replica in the buffer towards each leader, by `leader_step` if it is due."""
+        """Move the replica in the buffer towards each leader, by more if an exchange is due."""
         rule, before = self.sync, self.weights.clone()
         for leader, now, every in zip(self._leaders, due, self._every):
             share = rule.leader_step if now else rule.leader_pull / every

@@ -133,8 +133,8 @@ class AsyncSGD(Trainer):
     def staleness(self) -> Counter[int]:
         """The number of the client's updates for each value of staleness.
 
-        The staleness of an update is the number of other clients' updates that were applied after
-        the client fetched its weights.
+        The staleness of an update is the number of other clients' updates that were applied between
+        the client's last fetch of weights and this update.
         """
         return self._client.staleness
 

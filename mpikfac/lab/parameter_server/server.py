@@ -194,7 +194,8 @@ class Server:
 
     def _fetch(self, client: int) -> None:
         request = receive_request(self._link, client, FETCH)
-        self._note(client, request._replace(step=self._steps[client]))  # only updates advance it
+        # Only updates advance the client's step.
+        self._note(client, request._replace(step=self._steps[client]))
         self._answer(client, FETCH)
 
     def _hold(self, client: int) -> None:

@@ -29,7 +29,7 @@ class Matrix(NamedTuple):
     def sides(self, rank: int) -> tuple[int, int]:
         """Return the sizes of P `[groups, outputs, rank]` and Q `[groups, inputs, rank]`.
 
-        The rank is limited to the smaller of the matrix's two orders.
+        The rank is limited to the smaller dimension of the matrix.
         """
         rank = min(rank, self.outputs, self.inputs)
         return self.groups * self.outputs * rank, self.groups * self.inputs * rank

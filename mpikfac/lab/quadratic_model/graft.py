@@ -54,7 +54,7 @@ class QuadraticGraft(Graft):
         super().__init__(grafting, gradients, stacks, model, optimizer)
         self._next: Batch | None = None
         self._batch: Batch | None = None
-        self._compared = False  # whether slopes of loss and gradients have been compared
+        self._compared = False  # whether the slopes of loss and gradients have been compared
 
     def set_batch(self, inputs: Tensor | tuple[Any, ...], loss: Criterion) -> None:
         """Store the rank's shard of the batch, or a part of the shard, before the step.

@@ -132,7 +132,7 @@ class Krum(_OfSome):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CenteredClipping(Robust):
-    """Move the last result by the vectors' mean clipped difference [Karimireddy et al. 2021].
+    """Add the mean clipped difference of all vectors to the last result [Karimireddy et al. 2021].
 
     Attributes:
         radius: the length to which a vector's difference from the last result is clipped.
@@ -147,7 +147,7 @@ class CenteredClipping(Robust):
         check_positive("radius", self.radius)
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule needs, including the centre's."""
+        """Return the number of inner products needed, including those of the centre."""
         return (ranks + 1) ** 2
 
     def remembered(self, ranks: int) -> int:

@@ -143,8 +143,8 @@ class SampleSpace:
     The step lengths 1, 1/2, 1/4 ... are tried until the loss rises again. The residuals at the best
     length show how the residuals curve along the step. The same system is then solved for a
     quadratic correction of the step that cancels this curvature, by geodesic acceleration
-    [Transtrum & Sethna 2012]. It is applied if it reduces the loss further, at the same length or
-    at the next longer one.
+    [Transtrum & Sethna 2012]. The correction is applied if it reduces the loss further, at the same
+    length or at the next longer one.
 
     Long steps divide the damping by 3, and steps shorter than 1/8 multiply it by 3. If no length
     reduces the loss, the same system is solved with 4 times the damping. If this never succeeds,
@@ -162,7 +162,7 @@ class SampleSpace:
             eval() mode.
         terms: terms with different names, in the same order on all ranks.
         also: additional trained tensors, such as unknown coefficients of an equation. Each of their
-            elements takes a backward pass.
+            elements requires a backward pass.
         damping: the damping of the first step.
         lengths: the step lengths to try, in descending order.
         momentum: the factor mu in [0, 1) of the last direction, which is continued in the null
@@ -469,7 +469,7 @@ class SampleSpace:
         return self._sum(residuals), residuals
 
     def _sum(self, residuals: Tensor) -> float:
-        """Return half the sum of squares over all ranks.
+        """Return half the sum of all ranks' squared residuals.
 
         Collective over: comm.
         """
@@ -520,7 +520,8 @@ def solve(
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return the scalars of a `Solution` with the coefficients of all rows, and the factor.
 
-    While rounding makes the damped matrix indefinite, the damping is multiplied by 10.
+    If rounding makes the damped matrix indefinite, the damping is multiplied by 10 until the
+    Cholesky factorisation succeeds.
 
     Args:
         products: `J J^T`.
@@ -544,7 +545,7 @@ def solve(
 
 
 def _factor(products: Tensor, damping: float) -> tuple[Tensor, bool]:
-    """Return the Cholesky factor of the damped matrix, and whether it failed."""
+    """Return the Cholesky factor of the damped matrix, and whether the factorisation failed."""
     damped = products.clone()
     damped.diagonal().add_(damping)
     factor, info = torch.linalg.cholesky_ex(damped)

@@ -101,7 +101,7 @@ class SplitForward:
         if not self.place.takes:
             x = turn(x, self.group, self.channels, 0)
         bias = module.bias
-        if bias is not None:  # each rank adds a slice, whose gradient is a slice of the whole
+        if bias is not None:  # each rank adds its slice of the bias, and computes its gradient
             start, stop = span(len(bias), self.group.member, self.group.size)
             bias = F.pad(bias[start:stop], (start, len(bias) - stop))
         sums = self._multiplied(x, self.slice_of(module.weight, 1), bias)

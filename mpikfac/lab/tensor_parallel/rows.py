@@ -1,4 +1,4 @@
-"""Find a model's layers that can be split, which of them are consecutive, and their call sizes."""
+"""Find a model's layers that can be split, the consecutive ones, and the sizes of their calls."""
 
 from __future__ import annotations
 

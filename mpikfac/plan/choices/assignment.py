@@ -82,9 +82,10 @@ class HybridOpt(Assignment):
     """Some of the ranks precondition each layer: HYBRID-OPT of KAISA.
 
     Attributes:
-        grad_workers: the number of ranks that precondition a layer; it divides the number of ranks.
-        grad_worker_fraction: the same number as a fraction of the ranks, at least one rank. Set at
-            most one of the two; by default, half of the ranks precondition a layer.
+        grad_workers: the number of ranks that precondition a layer; it must divide the number of
+            ranks.
+        grad_worker_fraction: the same number as a fraction of all ranks; at least one rank is used.
+            Set at most one of the two; by default, half of the ranks precondition a layer.
     """
 
     name: ClassVar[str] = "hybrid-opt"

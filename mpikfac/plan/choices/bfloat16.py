@@ -38,7 +38,7 @@ class BFloat16Codec(Codec):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class BFloat16(Compressor):
-    """Round values to 16 bits; the errors are too small to be fed back."""
+    """Round values to 16 bits; the rounding errors are small, and are not added to later values."""
 
     name: ClassVar[str] = "bfloat16"
 

@@ -25,10 +25,10 @@ class Named:
         what: the method, in one sentence.
         source: the publication, as in docs/reference/references.md.
         cost: the bytes that a rank sends in addition to those for averaging gradients, if values
-            are float32 and collectives are rings: for new factors + for a refresh + for every step.
-            There are `P` ranks and `w` workers. 4F, 4T and 4V are the bytes of all factors as
-            squares, triangles and vectors, 4N are those of all gradients, and 4R those of the
-            matrices that replace gradients.
+            are float32 and collectives are rings. The terms are, in this order, for new factors,
+            for a refresh and for every step. There are `P` ranks and `w` workers. 4F, 4T and 4V are
+            the bytes of all factors as squares, triangles and vectors, 4N are those of all
+            gradients, and 4R those of the matrices that replace gradients.
         strategy: the choices, for any number of ranks.
         same: whether the estimator is the same as on one rank. If so, results equal those of a
             single process with the joined batch and the same `refresh`, provided that shards have

@@ -51,7 +51,7 @@ class Choices:
         return value.name if isinstance(value, Choice) else value
 
     def of_method(self, name: str) -> str:
-        """Return the method with the property `name`, such as "sync='parle'"; "" for a field."""
+        """Return the method that has the property `name`, as "sync='parle'"; "" for other names."""
         joint, _, field = name.rpartition(".")
         if name in self._settings or not joint:
             return ""

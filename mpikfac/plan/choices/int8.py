@@ -39,7 +39,7 @@ class Int8Codec(Codec):
         finite = blocks.isfinite()
         blocks = blocks.where(finite, 0)
         largest = blocks.abs().amax(1, keepdim=True)
-        # at least 7, so that units are not subnormal
+        # The exponent is at least 7, so that units are not subnormal.
         exponents = (largest.view(torch.int32) >> 23).clamp_(min=7)
         numbers = (blocks * _power(260 - exponents)).round_().clamp_(-127, 127)
         encoded = torch.empty(len(blocks), 1 + ALIGNMENT, dtype=torch.uint8, device=values.device)

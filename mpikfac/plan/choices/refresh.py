@@ -24,10 +24,10 @@ class Refresh(Choice):
         stagger: the number of steps over which a refresh is spread; each of them decomposes some of
             the layers.
         tolerance: the relative error up to which a refresh keeps the last decomposition of a
-            factor. The error of eigenvectors is the off-diagonal norm, and that of inverses is the
-            error of typical directions. Eigenvalues are always updated, and with
-            `Eigen(iterations=1)`, so are eigenvectors. The owner decides; messages do not
-            change. 0: every factor is decomposed.
+            factor. For eigenvectors, the error is the norm of the off-diagonal part; for inverses,
+            it is the error of typical directions. Eigenvalues are always updated, and with
+            `Eigen(iterations=1)`, so are eigenvectors. The owner of a factor decides; messages are
+            the same in both cases. 0: every factor is decomposed.
     """
 
     name: ClassVar[str] = "owners"

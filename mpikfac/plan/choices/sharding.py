@@ -80,14 +80,14 @@ class Sharding:
 
     @cached_property
     def gathered(self) -> list[list[int]]:
-        """How many values each rank sends to each owner: its elements, and one more per shard."""
+        """How many values each rank sends to each owner: the elements and one value per shard."""
         by_owner = list(zip(*self.scattered))
         ranks = range(len(by_owner))
         return [[by_owner[r][owner] * self.sends(r, owner) for owner in ranks] for r in ranks]
 
     @cached_property
     def scattered(self) -> list[list[int]]:
-        """How many values each owner sends to each rank: its elements, and one more per shard."""
+        """How many values each owner sends to each rank: the elements and one value per shard."""
         ranks = range(len(self.parameters[0].elements))
         of_owner = [[p for p in self.parameters if p.owner == owner] for owner in ranks]
         return [[sum(p.elements[rank] + 1 for p in own) for rank in ranks] for own in of_owner]

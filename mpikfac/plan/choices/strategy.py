@@ -65,7 +65,7 @@ class Strategy:
         """
         shards = self.assignment.shard_optimizer
         transport = replace(self.transport, reduce_factors_at="factors", packing="triangle")
-        if not shards:  # because then no owner computes sums
+        if not shards:  # in this case, no owner computes sums
             transport = replace(transport, owner_sums="reduce", balanced_shards=None)
         return replace(
             self,

@@ -151,7 +151,7 @@ def tensor_parallel_table(
 ) -> str:
     """Return a table with each layer's split, and with the bytes that a rank sends for it per step.
 
-    The last column shows the bytes if the layer were data-parallel.
+    The last column shows the bytes that the rank would send if the layer were data-parallel.
     """
     at = places(calls, tp_plan.layers)
     groups = "without split layers"

@@ -16,7 +16,7 @@ def memory_of_grafting(rank: RankPlan, grafting: Grafting) -> dict[str, int]:
 
     Uncovered parameters that the rank updates count as layers. Normalised rows need one value per
     row of a matrix, and Adam's steps in eigenbases need the gradients in these bases. With
-    momentum, the momenta are kept, and the means from which the next directions are computed.
+    momentum, the rank also keeps the momenta, and the means that determine the next directions.
     """
     if not grafting.by_adam or not rank.layers:
         return {"lengths": 0, "momenta": 0}

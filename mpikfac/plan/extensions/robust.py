@@ -20,7 +20,7 @@ def replaced(rank: RankPlan) -> dict[str, Stage]:
 
 
 def combine_statistics(rank: RankPlan, turn: int | None) -> list[Message]:
-    """Return the messages that sum factors over ranks whose factors are close to most others."""
+    """Return the messages that sum factors over the ranks with factors near those of most ranks."""
     layout = rank.layouts.statistics
     factors = [factor for factor in rank.factors if turn in (None, factor.turn)]
     kinds = {name: 0 for factor in factors for name in (factor.name, factor.counted)}
@@ -46,7 +46,7 @@ def combine(rank: RankPlan, stage: str, layout: Layout) -> list[Message]:
 
 
 def dealt(rank: RankPlan) -> list[Message]:
-    """Return the messages that distribute vectors for a rule; each stage needs its own memory."""
+    """Return the messages that distribute vectors for a rule, which has a memory per stage."""
     sync = rank.strategy.sync
     gradients = reduce_gradients(rank) if sync.averages_gradients else []
     vectors = [m for m in gradients + sync.messages(rank) if m.rule]

@@ -15,7 +15,7 @@ def replaced(rank: RankPlan) -> dict[str, Stage]:
 
 
 def reduce_means(rank: RankPlan, _turn: int | None = None) -> list[Message]:
-    """Return the reduction of votes and running statistics, which ranks hold as a whole."""
+    """Return the reduction of votes and running statistics, which every rank holds completely."""
     if rank.grid.count == 1:
         return []
     spans = rank.layouts.gradients.segments()[:1]

@@ -30,7 +30,7 @@ def member(rank: RankPlan) -> int:
 
 
 def replaced(rank: RankPlan) -> dict[str, Stage]:
-    """Return the stage that leaves out gradients in slices, if there are any."""
+    """Return the stage that leaves out the gradients sent in slices, if there are any."""
     return {names.REDUCE_GRADIENTS: reduce_unsplit} if in_slices(rank).parameters else {}
 
 

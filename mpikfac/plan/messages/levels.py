@@ -1,10 +1,10 @@
 """Messages in two levels: within nodes, and between nodes.
 
-The ranks of a node sum values before they leave the node, and distribute values that arrive. The
-members of a team are numbered node by node, with equally many on each node. The members on a node
-form a team, and so do the members at the same position on their nodes. A collective of the
-whole team becomes a few collectives of these smaller teams, so the plan, not MPI, determines what
-crosses the network. Values are encoded only between nodes.
+The ranks of a node sum their values before these are sent to other nodes, and distribute the values
+that arrive. The members of a team are numbered node by node, with the same number on each node. The
+members on a node form a team, and so do the members at the same position on their nodes. A
+collective of the whole team becomes a few collectives of these smaller teams, so the plan, not MPI,
+determines what crosses the network. Values are encoded only between nodes.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, Codec
 from mpikfac.plan.layout import ALIGNMENT, Layout, Span
 
 Kind = Callable[[str], Hashable]
-# The number of elements to reduce at once: MPI's temporaries stay small and in the cache, which is
-# faster and needs less memory than reducing everything at once.
+# The number of elements to reduce at once: MPI's temporary buffers then stay small and in the
+# cache, which is faster and needs less memory than reducing everything at once.
 PIECE = 2**22
 BATCH = 2**18  # elements per batch of overlapped reductions, and per piece of one reduction
 
@@ -64,7 +64,7 @@ def sums(
     primitive: str | None = "Reduce_scatter",
     codec: Codec | None = None,
 ) -> list[Message]:
-    """Return messages that sum an arena over the world: everywhere, or segment r on rank r.
+    """Return messages that sum an arena over the world: on all ranks, or segment r on rank r only.
 
     An arena of several segments is summed segment by segment. Neighbouring blocks of a `kind` share
     a message; blocks of kind None are left out. If all segments have the same kind, and a
@@ -98,7 +98,7 @@ def combinations(
     itemsize: int,
     rule: Aggregation | FactorAggregation,
 ) -> list[Message]:
-    """Return the messages of rank `member` that combine an arena of one segment with a rule.
+    """Return the messages of rank `member` that apply a rule to all ranks' arenas of one segment.
 
     Each rank receives a shard of all vectors, and sends the result to all. In between, rules with
     weights need the sum of the shards' inner products, in float64.

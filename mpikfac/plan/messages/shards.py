@@ -1,10 +1,10 @@
 """Reductions to owners and gathers from owners that pass through equal shards on all members.
 
 The cost of a collective with unequal parts depends on MPI's algorithm: in a ring of many ranks,
-every round takes as long as the largest part. A reduction to owners therefore first reduces values
-to equal shards on all members, which then pass them on to the owners. In a gather, the owners first
-pass their values on to equal shards. In two levels, shards are ordered by position, so each level
-needs a single collective.
+every round takes as long as sending the largest part. A reduction to owners therefore first reduces
+values to equal shards on all members, which then pass them on to the owners. In a gather, the
+owners first pass their values on to equal shards. In two levels, shards are ordered by position, so
+each level needs a single collective.
 """
 
 from __future__ import annotations
