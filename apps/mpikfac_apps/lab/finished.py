@@ -23,7 +23,7 @@ from mpikfac_apps.training.settings import saved_run
 from mpikfac_apps.training.testing.evaluate import options_of
 from mpikfac_apps.training.testing.options import EvaluateOptions
 
-LINES = 20  # passes between two lines of progress
+LINES = 20  # batches between two lines of progress
 Batch = TypeVar("Batch")
 
 

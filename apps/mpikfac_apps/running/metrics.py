@@ -161,7 +161,10 @@ class Speed:
         self._marked = self._now()
 
     def rates(self) -> tuple[float, float]:
-        """Return all ranks' images per second, and the fraction of communication, since `mark`."""
+        """Return the images per second, and the fraction of the time spent in communication.
+
+        Both are measured since `mark`; images are counted over all ranks.
+        """
         images, seconds, talking = (now - then for now, then in zip(self._now(), self._marked))
         return images / seconds, talking / seconds
 

@@ -251,8 +251,8 @@ def cells(row: Row) -> tuple[str, ...]:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Plot the best choices, MiB sent against milliseconds, with a panel per number of ranks.
 
-    The area of a marker grows linearly with the memory. Markers are hollow for
-    choices whose results differ from those requested.
+    The area of a marker grows linearly with the memory. Markers are hollow for choices whose
+    results differ from those requested.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -160,7 +160,7 @@ class Measured:
 
     @property
     def overlaps(self) -> bool:
-        """Whether messages overlap with computation, so that waiting for them is unknown."""
+        """Whether messages overlap with computation, so that the time spent waiting is unknown."""
         return self.cell.plan.strategy.transport.overlap
 
     @property

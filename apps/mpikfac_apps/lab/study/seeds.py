@@ -21,7 +21,7 @@ OF_A_RUN = {"seed", "run_dir", "resume"}
 """Options that differ between the seeds of a variant."""
 NAMED = 4  # maximum number of variants that a sentence names; more are only counted
 LEAST = 3
-"""The minimum number of seeds for an interval: with two, it would be 13 times the range."""
+"""The minimum number of seeds for an interval; from two, it would be 13 times the range."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SeedMean:
         return self.mean - self.half, self.mean + self.half
 
     def scaled(self, factor: float) -> SeedMean:
-        """Return the mean of all values times a positive factor."""
+        """Return the statistics of all values after multiplication by a positive factor."""
         half = None if self.half is None else factor * self.half
         low, high = factor * self.low, factor * self.high
         return SeedMean(factor * self.mean, half, self.count, low, high)
@@ -65,7 +65,7 @@ class SeedMean:
 
     @property
     def around(self) -> tuple[float, float, float]:
-        """The mean between its `ends`."""
+        """The lower end, the mean and the upper end; see `ends`."""
         return self.ends[0], self.mean, self.ends[1]
 
     def covers(self, value: float) -> bool:

@@ -45,7 +45,7 @@ def findings(
 
 
 def _compared(cells: Sequence[Measured]) -> list[Measured]:
-    """Return the complete K-FAC cells on the largest number of ranks without a pending cell."""
+    """Return the complete K-FAC cells on the largest number of ranks that has no pending cells."""
     waiting = {cell.cell.ranks for cell in cells if cell.pending}
     kfac = [c for c in cells if c.complete and c.step and c.cell.options.optimizer == "kfac"]
     kfac = [cell for cell in kfac if cell.cell.ranks not in waiting]
@@ -126,7 +126,7 @@ def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
 
 
 def _about_test(done: Sequence[Measured]) -> Iterator[str]:
-    """State how much of an accuracy is a single test image, if their number is known."""
+    """State how much a single test image changes an accuracy, if the number of images is known."""
     counts = {
         cell.cell.options.data.test_images or TEST_IMAGES.get(cell.cell.options.data.name)
         for cell in done

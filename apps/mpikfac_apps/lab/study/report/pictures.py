@@ -34,8 +34,8 @@ from mpikfac_apps.lab.study.results import Measured
 from mpikfac_apps.lab.study.seeds import LEAST, SeedMean, mean_of
 from mpikfac_apps.text import MIB, number
 
-SHOWN = 5  # curves in a panel
-FEW = 3  # curves that can have a band each
+SHOWN = 5  # maximum number of curves in a panel
+FEW = 3  # maximum number of curves with bands; more curves have bars at the end
 SHIFT = 0.06  # distance, in epochs, between the bars of different variants
 
 
@@ -369,12 +369,12 @@ def _ranks(cells: Sequence[Measured]) -> list[int]:
 
 
 def _at(cells: Sequence[Measured], variant: str, ranks: int) -> list[Measured]:
-    """Return the cells of all seeds."""
+    """Return the cells of a variant on a number of ranks, with all seeds."""
     return [cell for cell in cells if (cell.cell.variant, cell.cell.ranks) == (variant, ranks)]
 
 
 def _title(cells: Sequence[Measured], ranks: int) -> str:
-    """Return the title of the panel of a number of ranks."""
+    """Return the title of the panel for a number of ranks."""
     crowded = any(cell.crowded for cell in cells if cell.cell.ranks == ranks)
     return number(ranks, "rank") + (CROWDED if crowded else "")
 

@@ -18,7 +18,7 @@ from mpikfac import files
 from mpikfac_apps.lab.study.report.style import STAGES, WIDTH, bar_style, styled
 from mpikfac_apps.lab.study.results import GROUPS, OTHER, Measured
 
-SHOWN = 6  # timelines
+SHOWN = 6  # maximum number of timelines
 MOST_SLICES = 10**7  # slices times steps in the largest timeline that is drawn
 TRACE = {"traceEvents": [{"ph": str}]}
 SLICE = {"name": str, "pid": int, "ts": float, "dur": float}
@@ -58,7 +58,7 @@ def timeline(all_cells: Sequence[Measured]) -> Figure | None:
 def _typical(all_cells: Sequence[Measured]) -> list[Measured]:
     """Return a cell per variant on the most ranks, but at most `SHOWN` cells.
 
-    If there are more, the selection ranges from the fastest to the slowest.
+    If there are more variants, the selection ranges from the fastest to the slowest.
     """
     traced = [cell for cell in all_cells if _trace_file(cell.run)]
     if not traced:
