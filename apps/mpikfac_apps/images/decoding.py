@@ -97,8 +97,8 @@ def shorter_side(image: Image.Image, pixels: int) -> Image.Image:
 def random_crop(image: Image.Image, size: int, draw: Sequence[int]) -> Image.Image:
     """Return a random crop of the image as `size` x `size` pixels; half of the crops are mirrored.
 
-    The fraction of the area that the crop covers is in `AREA`, and its aspect ratio is in `RATIO`
-    [Szegedy et al. 2015].
+    The crop covers a fraction of the area within the bounds `AREA`, and its aspect ratio is within
+    the bounds `RATIO` [Szegedy et al. 2015].
     """
     generator = np.random.default_rng(draw)
     mirror = generator.random() < 0.5

@@ -115,7 +115,7 @@ def eigenvalues(factor: Tensor) -> Tensor:
 
 
 def draw(spectra: Sequence[Spectrum], conditions: Sequence[float], title: str, path: Path) -> None:
-    """Draw a row per layer, with the spectra of A and G as colours, and condition numbers."""
+    """Plot a row per layer: the spectra of A and G as colours, and the condition number."""
     import matplotlib
 
     matplotlib.use("Agg")

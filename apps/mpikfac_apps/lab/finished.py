@@ -83,7 +83,8 @@ class Finished:
             factors: whether the program needs the factors of the run.
 
         Raises:
-            UserError: see `locate`; or the images differ from the run's, or are stored in files.
+            UserError: see `locate`; or the images differ from those of the run, or are
+                stored in files.
         """
         located: tuple[Path, Options] | None = None
         with mpikfac.comm.together(comm, f"{program} {options.path}"):
@@ -170,7 +171,7 @@ def augmentations(run: Options) -> list[str]:
 
 
 def tested(problem: Problem) -> tuple[Tensor, Tensor, int]:
-    """Return the rank's part of the test images, their labels, and the index of the first one.
+    """Return the rank's part of the test images, their labels, and the index of the first image.
 
     Collective over: comm of the problem.
     """

@@ -1,4 +1,4 @@
-"""The options of the planning programs, in a module of their own so that help needs no torch."""
+"""The options of the planning programs; printing the help does not import torch."""
 
 from __future__ import annotations
 

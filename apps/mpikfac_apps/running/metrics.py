@@ -71,7 +71,7 @@ class Meter:
         return means
 
     def state(self) -> dict[str, Tensor]:
-        """Return the counts of all ranks together.
+        """Return the counts, summed over all ranks.
 
         Collective over: world.
         """
@@ -87,7 +87,7 @@ class Meter:
         self._reported = self._total()
 
     def load(self, counted: Tensor, reported: Tensor) -> None:
-        """Continue from a `state`; rank 0 gets the counts of all ranks.
+        """Continue from a `state`; rank 0 gets the sum of the counts of all ranks.
 
         Raises:
             ValueError: the counts are not those of a `state`.

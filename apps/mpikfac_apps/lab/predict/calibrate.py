@@ -389,7 +389,7 @@ class TimedNetwork:
         self._factors[preconditioner] += steps[2::2]
 
     def together(self, comm: mpikfac.comm.Comm, ways: Sequence[mpikfac.Strategy]) -> list[float]:
-        """Return the time of a step with new factors for each strategy, in seconds.
+        """Return, for each strategy, the time of a step with new factors, in seconds.
 
         Strategies alternate; the first round is not counted.
 

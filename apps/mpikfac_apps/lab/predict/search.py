@@ -208,7 +208,7 @@ def _around(interval: int) -> list[int]:
 
 
 def mean(row: Row, parts: Mapping[tuple[bool, bool], float], name: str) -> float:
-    """Return the mean of a value over steps, given the fraction of each kind of step."""
+    """Return the mean of a value over steps, given the fraction of the steps of each kind."""
     kinds = {(False, False): "ordinary", (True, False): "factors", (True, True): "refresh"}
     return sum(parts[kind] * float(row[step][name]) for kind, step in kinds.items())
 

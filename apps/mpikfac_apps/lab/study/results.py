@@ -361,7 +361,7 @@ def _of_no_number(key: str) -> bool:
 
 
 def other_estimator(options: Options) -> bool:
-    """Return whether the options select K-FAC with an estimator other than COMM-OPT's."""
+    """Return whether the options select K-FAC with an estimator other than that of COMM-OPT."""
     distribution = options.distribution
     named = mpikfac.plan.NAMED.get(distribution.strategy)  # "auto" chooses the same estimator
     differs = named is not None and not named.same

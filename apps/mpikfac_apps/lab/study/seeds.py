@@ -92,7 +92,7 @@ class SeedMean:
 def mean_of(values: Iterable[float | None]) -> SeedMean | None:
     """Return the mean and the interval of the known values; None if no value is known.
 
-    The interval is Student's, which assumes independent and normally distributed values.
+    The interval uses Student's t, which assumes independent and normally distributed values.
     """
     numbers = [value for value in values if value is not None]
     if not numbers:
@@ -116,7 +116,7 @@ def student(freedom: int) -> float:
 
 
 def leaders(means: Mapping[str, SeedMean]) -> list[str]:
-    """Return the names of the lowest mean and of those whose intervals overlap with its interval.
+    """Return the names of the lowest mean and of means whose intervals overlap with its interval.
 
     Names are sorted by mean. Single runs overlap only if they are equal.
     """

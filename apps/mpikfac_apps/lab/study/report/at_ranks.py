@@ -130,7 +130,7 @@ def efficiency(steps: Sequence[Steps]) -> Iterator[str]:
 
 
 def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
-    """Plot steps by batch size, and time by ranks; a thick line is K-FAC's fastest strategy."""
+    """Plot steps against batches, and time against ranks; a thick line is the fastest strategy."""
     names = list(dict.fromkeys(each.kind for each in steps))
     styles = {name: variant_style(place) for place, name in enumerate(names)}
     with styled():

@@ -26,7 +26,7 @@ GROUP_OF = {stage: group for group, stages in GROUPS.items() for stage in stages
 
 
 def timeline(all_cells: Sequence[Measured]) -> Figure | None:
-    """Draw steps with and without a refresh for cells on the most ranks, with a line per rank."""
+    """Draw steps with and without a refresh on the largest number of ranks, one line per rank."""
     shown = []
     for cell in _typical(all_cells):
         traced = _traced_steps(_trace(cell.run))
@@ -56,7 +56,7 @@ def timeline(all_cells: Sequence[Measured]) -> Figure | None:
 
 
 def _typical(all_cells: Sequence[Measured]) -> list[Measured]:
-    """Return a cell per variant on the most ranks, but at most `SHOWN` cells.
+    """Return a cell per variant on the largest number of ranks, but at most `SHOWN` cells.
 
     If there are more variants, the selection ranges from the fastest to the slowest.
     """
