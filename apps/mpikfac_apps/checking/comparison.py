@@ -313,7 +313,8 @@ def distributed(
         damping=DAMPING,
         inv_update_steps=1,
         preconditioner=preconditioner,
-        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam would magnify rounding errors of zero gradients
+        # Without a clip, grafting to Adam's steps would magnify rounding errors of zero gradients.
+        clip=mpikfac.KLClip(kl_clip=0.001),
         coverage=coverage,
     )
     for layer in kfac.layers:

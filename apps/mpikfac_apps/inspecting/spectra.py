@@ -43,7 +43,8 @@ class Spectrum:
         For `EKFAC`, the eigenvalues are the products from which the preconditioner's own
         eigenvalues start. Rounding can make eigenvalues negative; these count as 0. For a layer
         with several groups, the result is an upper bound, because it includes pairs of A and G from
-        different groups. A preconditioner that uses roots inverts powers of the factors.
+        different groups. A preconditioner that uses roots inverts powers of the factors, and the
+        result is for these powers.
         """
         form, exponent = preconditioner.form, getattr(preconditioner, "exponent", None)
         a, g = (v[[0, -1]].clamp(min=0) if len(v) else torch.ones(2) for v in (self.a, self.g))

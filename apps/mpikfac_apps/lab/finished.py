@@ -40,7 +40,7 @@ class OfRun(Protocol):
 
     @property
     def data_path(self) -> str | None:
-        """The directory of the data set; None for the run's directory."""
+        """The directory of the data set; None for the one that the run used."""
 
     @property
     def device(self) -> Literal["auto", "cpu", "cuda", "xpu"]:

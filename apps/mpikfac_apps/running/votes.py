@@ -52,7 +52,7 @@ class StepVotes:
         self.troubles = 0
 
     def cast(self) -> None:
-        """Pass this rank's votes to the next step: its requests, and its progress in writing.
+        """Pass this rank's votes to the next step: requests, and the progress of its checkpoint.
 
         Collective over: none.
         """

@@ -25,7 +25,7 @@ FACTORS, WEIGHTS, GRADIENTS = 586.9, 97.3, 97.7
 LARGEST = 0.216  # the fraction of all decompositions' operations that the largest factor takes
 SC20 = [(1 - saved) * 90 / 55 for saved in (0.25, 0.18)]
 """The bounds of the ratio of step times: 18 to 25 % less time, in 55 epochs instead of 90."""
-IMAGES = 1_281_167  # per epoch of ImageNet
+IMAGES = 1_281_167  # images in an epoch of ImageNet
 SGD_EPOCHS = {16: 15 * 60, 32: 8 * 60 + 10, 64: 4 * 60 + 8}
 """Seconds of an epoch of SGD by number of GPUs, in runs of 90 epochs."""
 KFAC_EPOCHS = {

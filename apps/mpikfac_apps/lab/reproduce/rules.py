@@ -184,7 +184,7 @@ def streaming_diloco(
 ) -> list[Weights]:
     """Return all ranks' weights after each step of Streaming DiLoCo [Douillard et al. 2025].
 
-    Weights are exchanged in two parts: one with all weights, and one with only the votes.
+    There are two fragments: one contains all weights, and the other only the ranks' votes.
     """
     w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
     before, outer, found = w[0].copy(), np.zeros(SIZE), []

@@ -22,7 +22,7 @@ class Measure:
         best: returns the best of several values.
         worst: returns the worst of several values.
         perfect: the best possible value.
-        scale: the factor by which a picture's axis multiplies the values.
+        scale: the factor by which values are multiplied on the axis of a picture.
         axis: the title of the axis.
     """
 

@@ -100,7 +100,7 @@ class Measured:
             averaged over ranks and over `interval` steps.
         handed: the bytes that a rank passes to MPI per step, according to the plan, averaged over
             ranks and over `interval` steps.
-        memory: the bytes of the arenas on the rank with the largest ones, according to the plan.
+        memory: the bytes of the arenas on the rank with the largest arenas, according to the plan.
     """
 
     cell: Cell
@@ -203,7 +203,7 @@ def _measured(cell: Cell, directory: Path) -> Measured:
         rows = curves.read(run)
     means = _json(run / "stages.json", MEANS)
     if len(means.get("steps", ())) % inv_update_steps(cell.options, cell.ranks):
-        means = {}  # the run was too short
+        means = {}  # the trace ends within an interval
     planned = _planned(cell)
     return Measured(
         cell=cell,

@@ -154,7 +154,7 @@ def by_seed(runs: Iterable[Path]) -> list[list[Path]]:
 
 
 def _options(run: Path) -> tuple[str, str]:
-    """Return a run's options, with the number of ranks but without the seed, and the seed."""
+    """Return a run's options (with the number of ranks, but without the seed), and its seed."""
     try:
         content = loaded(files.read_text(run / "config.yaml"))
         about = files.read_json(run / "environment.json")

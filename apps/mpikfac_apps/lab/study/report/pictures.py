@@ -212,7 +212,7 @@ def line_of_seeds(
     style: Mapping[str, Any],
     measure: Measure,
 ) -> None:
-    """Draw the mean over runs; with two runs, also thin lines, and with three or more, a band.
+    """Draw the mean over runs, with a thin line for each of two runs, or a band for more runs.
 
     The band is the 95 % interval, up to the best possible value.
 
