@@ -247,7 +247,7 @@ def plans(subject: Subject, ranks: int) -> list[str]:
 
 
 def cost(subject: Subject, examples: int) -> list[str]:
-    """Return lines about the operations of a step on one rank, and a remedy if there are many."""
+    """Return lines about the operations of a step on one rank; if there are many, add a remedy."""
     model, (inputs, _) = subject.copied(), subject.batch(examples, seed=0)
     layers, others = mpikfac.layers.cover(model, subject.coverage)
     calls = mpikfac.layers.call_sizes(model, layers, inputs)

@@ -20,7 +20,7 @@ from mpikfac_apps.checking.model import Batch, Subject, loss
 from mpikfac_apps.planning.facts import strategy_of
 
 TOLERANCE = 1e-9  # relative, in float64
-OF_WEIGHTS = 1e-6  # larger, because parts of a model can compute in float32
+OF_WEIGHTS = 1e-6  # larger than TOLERANCE, because parts of a model can compute in float32
 DAMPING = 0.03
 STRATEGIES = ("comm-opt", "mem-opt", "hybrid", "sharded-optimizer", "deferred-sharded")
 PLAIN = "sgd"  # the name of training with averaged gradients, without K-FAC
@@ -244,7 +244,7 @@ def differences(
     strategies: Sequence[str] = STRATEGIES,
     steps: int = STEPS,
 ) -> dict[str, float]:
-    """Return how much the weights differ, for each strategy, from training on a single process.
+    """Return, for each strategy, how much the weights differ from those of a single process.
 
     The single process trains on all examples. Each result is the largest difference on any rank
     after a few steps, relative to the largest change of a weight. The first entry is for averaged
@@ -313,7 +313,8 @@ def distributed(
         damping=DAMPING,
         inv_update_steps=1,
         preconditioner=preconditioner,
-        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam would magnify rounding errors of zero gradients
+        # Without a clip, grafting to Adam's steps would magnify rounding errors of zero gradients.
+        clip=mpikfac.KLClip(kl_clip=0.001),
         coverage=coverage,
     )
     for layer in kfac.layers:

@@ -69,7 +69,7 @@ def _call(layer: mpikfac.Layer, x: Tensor, g: Tensor) -> Call:
 
 
 def _inside(uses: Iterable[Use]) -> list[Call]:
-    """Return the uses that have a gradient. Inside a module, positions come before examples."""
+    """Return the uses that have a gradient; in their outputs, positions come before examples."""
     gradient_calls = []
     for x, y, columns in uses:
         if y.grad is not None:
@@ -185,7 +185,7 @@ def kronecker_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> T
 
 
 def tikhonov_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
-    """Solve with factored Tikhonov: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G.
+    """Solve with factored Tikhonov damping: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G.
 
     A factor that is zero has no scale, so pi is 1. An example is the factor G of a layer that is
     followed by a layer initialised to zero.

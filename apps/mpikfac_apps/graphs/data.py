@@ -53,8 +53,8 @@ class Planted:
         mixing: the fraction of the edges whose second node can be in any community; the other
             edges stay within a community.
         inputs: the number of features per node.
-        noise: the standard deviation of the noise in features; that of the communities' centres is
-            1.
+        noise: the standard deviation of the noise in features; the communities' centres have
+            standard deviation 1.
     """
 
     nodes: int = bounded(4000, ">= 2")

@@ -14,7 +14,7 @@ SLACK = 1.05  # the maximum size of a part, relative to equal parts
 
 
 def contiguous(_: Places, nodes: int, parts: int) -> Places:
-    """Return the part of each node: consecutive nodes in equal parts."""
+    """Return the part of each node; parts are ranges of nodes whose sizes differ by at most 1."""
     return np.arange(nodes) * parts // nodes
 
 

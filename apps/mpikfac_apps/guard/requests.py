@@ -142,7 +142,7 @@ class Requests:
     def close(self) -> None:
         """Restore the previous handlers, unless signals are ignored."""
         for number, handler in self._former.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: Python did not install it
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not installed by Python
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._ask_to_stop(signal.Signals(number).name)

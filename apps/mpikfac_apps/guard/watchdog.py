@@ -164,7 +164,7 @@ class Watchdog:
         """Return this rank's position, and the limit that was exceeded.
 
         A background write ends in a step that all ranks take. A rank that has finished writing and
-        is in a longer phase might be the one that keeps the others from this step.
+        is in a longer phase might be the one that prevents the others from reaching this step.
         """
         phase, step, seconds = self._where
         stage = self._stage()

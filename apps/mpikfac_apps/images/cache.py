@@ -112,7 +112,7 @@ def sound_copy(content: Content, directory: Path) -> Path:
 
 
 def is_digest(text: str) -> bool:
-    """Return whether a string is a BLAKE3 hash, so that it cannot name another directory's file."""
+    """Return whether a string is a BLAKE3 hash, which cannot name a file in another directory."""
     return len(text) == 64 and not set(text) - set("0123456789abcdef")
 
 

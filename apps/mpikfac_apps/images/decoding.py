@@ -88,7 +88,7 @@ def centre(image: Image.Image, size: int) -> Image.Image:
 
 
 def shorter_side(image: Image.Image, pixels: int) -> Image.Image:
-    """Resize an image to a shorter side of `pixels`, with Pillow's antialiased bilinear filter."""
+    """Resize an image's shorter side to `pixels`, with Pillow's antialiased bilinear filter."""
     shorter = min(image.size)
     width, height = (pixels * side // shorter for side in image.size)
     return image.resize((width, height), Image.Resampling.BILINEAR)
@@ -97,8 +97,8 @@ def shorter_side(image: Image.Image, pixels: int) -> Image.Image:
 def random_crop(image: Image.Image, size: int, draw: Sequence[int]) -> Image.Image:
     """Return a random crop of the image as `size` x `size` pixels; half of the crops are mirrored.
 
-    The fraction of the area that the crop covers is in `AREA`, and its aspect ratio is in `RATIO`
-    [Szegedy et al. 2015].
+    The crop covers a fraction of the area within the bounds `AREA`, and its aspect ratio is within
+    the bounds `RATIO` [Szegedy et al. 2015].
     """
     generator = np.random.default_rng(draw)
     mirror = generator.random() < 0.5

@@ -19,7 +19,7 @@ EXPECTED = "pass a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CL
 def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  # noqa: ARG001
     """Return the images of a folder, sorted by class and name; each class is a subfolder.
 
-    `load` later selects `images` of them.
+    `images` is ignored, because `load` selects images from the list.
 
     Raises:
         ValueError: the folder has a different layout; the message is one line with the expected

@@ -118,7 +118,7 @@ class Listing:
     Attributes:
         classes: the number of classes.
         size: the side length in pixels of the images that a network receives.
-        channels: the number of channels: red, green and blue.
+        channels: the number of channels, which are red, green and blue.
         white: the byte value of a white pixel.
         about: a description of the data for the log.
         content: the bytes of all images, if they are in a single file.
@@ -135,7 +135,7 @@ class Listing:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Checksums that a restart compares, like `Dataset.checksums`, but pixels are sampled."""
+        """Checksums that a restart compares; unlike in `Dataset.checksums`, pixels are sampled."""
         whole = self.content.digest.encode() if self.content else b""
         return {
             "images": self.train_images.digest,

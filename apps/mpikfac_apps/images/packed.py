@@ -38,7 +38,9 @@ AHEAD = 256  # the number of images that are encoded at a time
 
 
 def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  # noqa: ARG001
-    """Return the images of a packed file. `load` later selects `images` of them.
+    """Return the images of a packed file.
+
+    `images` is ignored, because `load` selects images from the list.
 
     Raises:
         ValueError: the file is not a packed file.

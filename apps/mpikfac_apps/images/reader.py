@@ -94,7 +94,7 @@ class ImageReader:
             yield batch
 
     def _in_place_of(self, fault: Fault, request: DecodeRequest) -> np.ndarray:
-        """Return the next image of the class that can be decoded."""
+        """Return the next image of the same class, skipping images that cannot be decoded."""
         from mpikfac_apps.images.decoding import Broken, decoded
 
         position, reason = fault

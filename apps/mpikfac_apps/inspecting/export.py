@@ -126,7 +126,8 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 def save_pt(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
     """Write a state_dict for `torch.load`."""
-    image = io.BytesIO()  # on a full disk, `torch.save` reports "unexpected pos"
+    # Not directly to the file: on a full disk, `torch.save` reports only "unexpected pos".
+    image = io.BytesIO()
     torch.save(tensors, image)
     file.write(image.getbuffer())
 

@@ -33,8 +33,8 @@ class Inversion:
     """How a run inverts factors.
 
     Attributes:
-        names: the run's preconditioner, then the layers with a different one: "eigen, conv1:
-            inverse".
+        names: the run's preconditioner, then the layers with a different one, such as
+            "eigen, conv1: inverse".
         run: the run's preconditioner.
         damping: the damping; 0 if it is unknown.
         relative: whether the damping is relative.

@@ -1,4 +1,4 @@
-"""Options of the programs for checkpoints and image folders; help does not import torch."""
+"""Options for checkpoints and image folders; printing the help does not import torch."""
 
 from __future__ import annotations
 

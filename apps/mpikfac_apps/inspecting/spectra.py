@@ -43,7 +43,8 @@ class Spectrum:
         For `EKFAC`, the eigenvalues are the products from which the preconditioner's own
         eigenvalues start. Rounding can make eigenvalues negative; these count as 0. For a layer
         with several groups, the result is an upper bound, because it includes pairs of A and G from
-        different groups. A preconditioner that uses roots inverts powers of the factors.
+        different groups. A preconditioner that uses roots inverts powers of the factors, and the
+        result is for these powers.
         """
         form, exponent = preconditioner.form, getattr(preconditioner, "exponent", None)
         a, g = (v[[0, -1]].clamp(min=0) if len(v) else torch.ones(2) for v in (self.a, self.g))
@@ -76,7 +77,7 @@ def natural(name: str) -> list[str | int]:
 
 
 def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
-    """Return a layer's existing averages by name: A `[inputs, inputs]` and G `[outputs, outputs]`.
+    """Return the stored averages of a layer by name: A `[inputs, inputs]`, G `[outputs, outputs]`.
 
     The shape is `[count, n, n]` if the layer has groups or a factor is a diagonal. "A0", "A1", ...
     are blocks along the diagonal of A.
@@ -115,7 +116,7 @@ def eigenvalues(factor: Tensor) -> Tensor:
 
 
 def draw(spectra: Sequence[Spectrum], conditions: Sequence[float], title: str, path: Path) -> None:
-    """Draw a row per layer, with the spectra of A and G as colours, and condition numbers."""
+    """Plot a row per layer: the spectra of A and G as colours, and the condition number."""
     import matplotlib
 
     matplotlib.use("Agg")

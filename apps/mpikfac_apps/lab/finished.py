@@ -23,7 +23,7 @@ from mpikfac_apps.training.settings import saved_run
 from mpikfac_apps.training.testing.evaluate import options_of
 from mpikfac_apps.training.testing.options import EvaluateOptions
 
-LINES = 20  # passes between two lines of progress
+LINES = 20  # batches between two lines of progress
 Batch = TypeVar("Batch")
 
 
@@ -40,7 +40,7 @@ class OfRun(Protocol):
 
     @property
     def data_path(self) -> str | None:
-        """The directory of the data set; None for the run's directory."""
+        """The directory of the data set; None for the one that the run used."""
 
     @property
     def device(self) -> Literal["auto", "cpu", "cuda", "xpu"]:
@@ -83,7 +83,8 @@ class Finished:
             factors: whether the program needs the factors of the run.
 
         Raises:
-            UserError: see `locate`; or the images differ from the run's, or are stored in files.
+            UserError: see `locate`; or the images differ from those of the run, or are
+                stored in files.
         """
         located: tuple[Path, Options] | None = None
         with mpikfac.comm.together(comm, f"{program} {options.path}"):
@@ -170,7 +171,7 @@ def augmentations(run: Options) -> list[str]:
 
 
 def tested(problem: Problem) -> tuple[Tensor, Tensor, int]:
-    """Return the rank's part of the test images, their labels, and the index of the first one.
+    """Return the rank's part of the test images, their labels, and the index of the first image.
 
     Collective over: comm of the problem.
     """

@@ -13,7 +13,7 @@ import mpikfac
 from mpikfac_apps.text import brief_mib, listed
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-FEW = 2  # images in the pass that memory is planned from; some networks drop a dimension of size 1
+FEW = 2  # images in the pass from which memory is planned; some networks drop a dimension of size 1
 PEAK = "5"  # writing this text resets the peak of the resident set to its present size
 
 

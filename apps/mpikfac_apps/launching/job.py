@@ -52,7 +52,7 @@ class Order:
 
 
 class MpiJob:
-    """A running job; call `wait` to wait for its end."""
+    """A running job; call `wait` to wait until it has ended."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

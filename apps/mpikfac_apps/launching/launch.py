@@ -73,8 +73,8 @@ class RankProgram(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Start a program on several ranks, wait until it ends, and return its exit code.
 
-    The code is 2 if the program was not started, after a one-line message, or if it rejects an
-    option.
+    The exit code is 2 if the program rejects an option, or if it cannot be started; a one-line
+    message then gives the reason.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)

@@ -91,7 +91,7 @@ def library_path(starter: str | None, environ: Mapping[str, str]) -> dict[str, s
     if starter is None or "MPI4PY_LIBMPI" in environ:
         return {}
     prefix = Path(starter).resolve().parent.parent
-    # With the empty entry, the system's loader searches LD_LIBRARY_PATH.
+    # The empty entry makes the system's loader search LD_LIBRARY_PATH.
     return {"MPI4PY_LIBMPI": f"{prefix}/lib:{prefix}/lib64::{sys.prefix}/lib"}
 
 

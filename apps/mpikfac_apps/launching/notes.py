@@ -53,7 +53,7 @@ class Output:
         self._line = b""  # the unwritten part of the current line
         self._begun = False  # whether part of the current line has been written
         self._dropped = False  # whether the last output was a note
-        self._waits = 0.0  # monotonic time since which a note or a part of a line waits
+        self._waits = 0.0  # monotonic time since which output has been held back
 
     def feed(self, content: bytes) -> None:
         """Receive what the launcher has written, and forward whole lines other than notes."""
@@ -64,7 +64,7 @@ class Output:
             self._take(line)
 
     def release(self, at_end: bool = False) -> None:
-        """Forward what has waited too long, or everything at the end of the stream."""
+        """Forward what has been held back for `LATE` seconds, or everything at the end."""
         if at_end or time.monotonic() - self._waits > LATE:
             self._pass(b"".join(self._note) + self._line)
             self._note, self._line = [], b""

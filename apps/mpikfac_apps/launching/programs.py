@@ -23,7 +23,7 @@ class Program(NamedTuple):
     Attributes:
         module: the module with `main`.
         command_line: the location of the `CommandLine`, as MODULE:NAME; the module does not import
-            torch. "": an example, which parses its own options.
+            torch. "" for an example, which parses its own options.
         purpose: what the program does.
         ranks: whether the program starts under MPI or torchrun, on any number of ranks.
     """

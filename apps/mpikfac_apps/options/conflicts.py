@@ -318,7 +318,7 @@ def _check_momentum(options: Options) -> None:
 
 
 def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
-    """Check that momentum is not applied both to gradients and by the strategy, as `KFAC` does.
+    """Check, as `KFAC` does, that momentum is not applied both to gradients and by the strategy.
 
     Raises:
         ValueError: there are two momenta; the message is one line with the options.
@@ -346,7 +346,7 @@ def _check_quadratic(options: Options) -> None:
 
 
 def _check_passes(options: Options) -> None:
-    """Check for options that cannot be combined with several passes, or with another dtype."""
+    """Check for options that cannot be combined with several passes per step, or with autocast."""
     if options.accumulate > 1 and options.virtual_ranks:
         raise ValueError(
             f"accumulate={options.accumulate} needs transport.virtual_ranks=null, not "

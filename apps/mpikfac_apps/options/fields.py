@@ -342,7 +342,7 @@ def _of_joint(
 ) -> Iterator[Leaf]:
     """Yield the option that names the type of a joint, and the options of that type.
 
-    If this is the type of the joint's default, the default's values are those of the options.
+    If the joint's default is of this type, its values are the defaults of these options.
     """
     name, usual = option.key, option.default
     kind = str | None if type(None) in alternatives(hint) else str
@@ -373,7 +373,7 @@ def _help(text: str, names: Collection[str]) -> str:
 
 
 def _inside(name: str, leaf: Leaf, meta: Mapping[str, Any]) -> Leaf:
-    """Return an option of the dataclass in the field `name` as one of the outer dataclass."""
+    """Convert an option of the dataclass in the field `name` to one of the outer dataclass."""
     key, path = leaf.key, (name, *leaf.path)
     key = meta["renamed"].get(key, key) if meta.get("inline") else f"{name}.{key}"
     return dataclasses.replace(leaf, key=key, path=path, section=meta.get("section", leaf.section))

@@ -90,16 +90,15 @@ class DataOptions:
         mirror: how augment mirrors images. null: half of the images, at random; "alternating":
             each image in every second epoch, beginning at random with the first or the second.
         mixup: alpha of mixup: each training image becomes a weighted mean of two images, and its
-            loss the mean of their losses with the same weights; each step draws the weight from
+            loss is the mean of their losses with the same weights; each step draws the weight from
             Beta(alpha, alpha). null for none.
         cutmix: alpha of cutmix: a box in each training image shows another image, and the loss
             weights both labels by their areas; each step draws the fraction of the area from
             Beta(alpha, alpha). With both mixup and cutmix, each step chooses one of them at random.
             null for none.
-        size: the side length in pixels of patches, null for 28; of synthetic images, null for 32;
-            of the crop of an image in a file that the network receives, null for 224; the length in
-            bytes of a window of text, null for 64; or the side length in voxels of a crop of a
-            volume, null for 16.
+        size: for patches, synthetic images and crops of images in files, the side length in pixels
+            (null for 28, 32 and 224); for a text, the length of a window in bytes (null for 64);
+            for a volume, the side length of a crop in voxels (null for 16).
         classes: the number of classes of synthetic images; null for 10.
         workers: the number of processes per rank that decode images in files in advance; with 0,
             the rank decodes them itself; null for 2. Results do not depend on this number.
@@ -367,7 +366,7 @@ class LearningOptions:
             LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with kfac.grafting=none or sgd.
             kfac.grafting=quadratic-model needs no rate.
         scale_lr: how the learning rate grows with the number of ranks at the first start. "linear":
-            lr times the number; "sqrt": lr times the square root of the number; false: not at all.
+            lr times this number; "sqrt": lr times its square root; false: not at all.
             If the rate grows, a warm-up starts at lr.
         warmup_epochs: the number of epochs at the start in which the learning rate rises linearly.
         schedule: how the learning rate changes. "constant": no change; "step": it decays by

@@ -213,7 +213,7 @@ def _preset(group: type, sources: Sequence[OptionSource], presets: Presets) -> M
 
 
 def _last(key: str, usual: Any, groups: Collection[str], sources: Sequence[OptionSource]) -> Any:
-    """Return the last value of a key; if it changes, drop the groups from earlier sources."""
+    """Return the last value of a key; if a source changes it, drop the groups from earlier ones."""
     chosen, since = usual, None
     for number, source in enumerate(sources):
         if key not in source.values:

@@ -93,7 +93,7 @@ def nodes(
     """Yield the nodes of a step: computing stages by name, and messages in the stages' order.
 
     Each node depends on the previous one, except that the sends and receives of a message that is
-    not a collective all begin together.
+    not a collective all begin at the same time.
 
     Args:
         step: seconds by stage, in the order of the step; empty for messages alone.

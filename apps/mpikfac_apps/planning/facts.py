@@ -51,7 +51,7 @@ def looked_at(plan: mpikfac.plan.Plan) -> list[int]:
 
 
 def near_root(ranks: int) -> int:
-    """Return the divisor of the number of ranks whose square is nearest to this number."""
+    """Return the divisor of `ranks` whose square is nearest to `ranks`."""
     return min(mpikfac.plan.divisors(ranks), key=lambda count: abs(count**2 - ranks))
 
 

@@ -1,4 +1,4 @@
-"""The options of the planning programs, in a module of their own so that help needs no torch."""
+"""The options of the planning programs; printing the help does not import torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MOST_SHARDS = 512
 
 
 def json_file(text: str) -> Path:
-    """Return the path of a file to write; a missing folder is reported before any work.
+    """Return the path of a file to write; a missing folder is reported before any work is done.
 
     Raises:
         ValueError: the path is a folder, or its folder does not exist.

@@ -158,6 +158,6 @@ class Member:
         self.lost = bool(state[LOST])
 
     def follow(self, numbers: Mapping[str, float]) -> None:
-        """Use different hyperparameters from the next step on; not collective."""
+        """From the next step on, use different hyperparameters; not collective."""
         for name, value in numbers.items():
             self._numbers[name].value = value

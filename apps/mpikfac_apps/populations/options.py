@@ -44,9 +44,9 @@ class Search:
         crossover: whether a replaced member gets each layer from one of two parents, at random.
         mutation: the standard deviation of the Gaussian noise that is added to the weights of a
             replaced member, relative to the root mean square of a tensor.
-        near: the distance between weights below which members form a cluster, of which only the
-            best member is kept. The distance is the norm of the difference, relative to the mean of
-            both norms. null for no clusters.
+        near: members whose weights are closer to each other than this distance form a cluster, of
+            which only the best member is kept. The distance is the norm of the difference, relative
+            to the mean of both norms. null for no clusters.
     """
 
     members: int = bounded(4, ">= 2")

@@ -120,7 +120,7 @@ class PopulationRun(Loop):
     def _tell(
         self, steps: int, leader: int, result: Mapping[str, float], numbers: Mapping[str, float]
     ) -> None:
-        """Write a row and a line about the best member."""
+        """Write a row of metrics and a line of the log about the best member."""
         judged = {f"held_out_{key_of(name)}": value for name, value in result.items()}
         self.row(
             best_member=leader, **judged, **{f"best_{n}": value for n, value in numbers.items()}

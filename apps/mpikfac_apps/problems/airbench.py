@@ -65,7 +65,7 @@ class Airbench(nn.Module):
         """Set the frozen filters so that they whiten the 2x2 patches of the images.
 
         The filters are the eigenvectors of the patches' covariance, divided by the square roots of
-        the eigenvalues, and the negatives of these filters.
+        the eigenvalues, and the negatives of these vectors.
 
         Args:
             images: `[n, channels, h, w]`, as the network receives them.

@@ -32,10 +32,10 @@ from mpikfac_apps.problems.language import corpus
 from mpikfac_apps.problems.volumes import crops
 from mpikfac_apps.text import is_own
 
-CIFAR_RECORDS = 10_000  # per file; the training file of CIFAR-100 has 5 times as many
+CIFAR_RECORDS = 10_000  # records per file; the training file of CIFAR-100 has 5 times as many
 CIFAR_PIXELS = 3 * 32 * 32
-CIFAR_LIMIT = 2**25  # maximum size of a file in bytes; the published ones have 31 million
-CIFAR_INSTRUCTIONS = 2**16  # maximum instructions in a pickle; published ones have about 40,000
+CIFAR_LIMIT = 2**25  # maximum size of a file in bytes; published files have 31 million bytes
+CIFAR_INSTRUCTIONS = 2**16  # maximum instructions in a pickle; published files have about 40,000
 LUMA = (299, 587, 114)  # thousandths of red, green and blue in grey (ITU-R BT.601)
 TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
 

@@ -185,7 +185,8 @@ def skeleton(name: str, classes: int | None = None, channels: int | None = None)
     Raises:
         ValueError: see `build`.
     """
-    entry = network(name)  # outside torch.device, because tensors of an executed file must be real
+    # Not on the meta device, because tensors that a file creates when it is executed must be real.
+    entry = network(name)
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             return _made(entry, classes, channels)

@@ -82,7 +82,7 @@ def takes(name: str) -> Collection[str]:
 
 
 def covers(name: str) -> mpikfac.layers.Kinds:
-    """Return `COVERS` of the file in FILE.py:FUNCTION, by default the library's `KINDS`.
+    """Return `COVERS` of FILE.py, or the library's `KINDS` if the file does not define it.
 
     Raises:
         ValueError: the file does not exist, or raises an error.
@@ -133,7 +133,7 @@ def _content(name: str) -> ModuleType:
     return _executed(path.resolve(), path.stat().st_mtime_ns)
 
 
-@cache  # a second execution would create new classes, which COVERS of the first one lacks
+@cache  # a second execution would create new classes, which the first COVERS lacks
 def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a key of the cache)
     # Annotations are looked up in `sys.modules` under this name, so it must be unique.
     name = str(path.with_suffix("")) if path.stem in sys.modules else path.stem

@@ -49,7 +49,7 @@ class ProgramLearning:
     Args:
         optimizer: "kfac", "sgd" or "adamw"; K-FAC and SGD use momentum.
         epochs: the number of passes over the data.
-        lr: the learning rate after the warm-up, which decays linearly to 0. null for the default of
+        lr: the learning rate after the warm-up; it decays linearly to 0. null for the default of
             the optimizer.
         warmup: the number of steps in which the learning rate rises.
         momentum: the momentum of K-FAC and SGD, or beta1 of AdamW.

@@ -110,7 +110,7 @@ class ProgramRun(Loop):
         return steps % self.work.steps_per_epoch == 0
 
     def test_after(self, steps: int) -> None:
-        """Test the network after an epoch, and write a row and a line."""
+        """Test the network after an epoch, and write the results to metrics.jsonl and the log."""
         loss, *means = self.meter.everything()
         trained = dict(zip(self.work.measures, means))
         tests = self.work.test()

@@ -31,7 +31,7 @@ class Clicks:
     Attributes:
         numbers: the numerical features `[examples, numbers]`.
         categories: the index of a row in each table `[examples, tables]`.
-        labels: 1 for a click, 0 for none `[examples]`.
+        labels: 1 for a click, 0 for no click, `[examples]`.
         sizes: the number of rows of each table, by name.
     """
 

@@ -93,7 +93,7 @@ class Tables:
         return asked, [self._counts[member] * share for share in shares]
 
     def _looked_up(self, wanted: Tensor, shares: Sequence[int]) -> Tensor:
-        """Return rows of the rank's tables: rank by rank, and for each rank table by table."""
+        """Return rows of the rank's tables, ordered by the rank that needs them, then by table."""
         count = len(self._first)
         blocks = wanted.split([count * share for share in shares])
         by_table = torch.cat([b.view(count, share) for b, share in zip(blocks, shares)], 1)

@@ -72,8 +72,8 @@ class RecommendationOptions(ProgramOptions):
             clicks: the total number of clicks.
 
         Raises:
-            ValueError: a rank would have no clicks in a step, an epoch no steps, or the test no
-                clicks.
+            ValueError: a rank would have no clicks in a step, an epoch would have no steps, or the
+                test would have no clicks.
         """
         if trained == clicks:
             raise ValueError(

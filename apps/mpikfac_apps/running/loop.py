@@ -89,7 +89,7 @@ class Loop(ABC):
 
     @abstractmethod
     def test_after(self, steps: int) -> None:
-        """Test the network after `steps` steps, and write a row and a line."""
+        """Test the network after `steps` steps; write the results to metrics.jsonl and the log."""
 
     @abstractmethod
     def summary(self) -> str:
@@ -228,7 +228,7 @@ class Loop(ABC):
             )
 
     def report(self) -> None:
-        """Write a row about the steps since the last row."""
+        """Write a row of metrics for the steps since the last row."""
         loss = self.meter.recent()
         speed, communication = self.speed.rates()
         self.speed.mark()

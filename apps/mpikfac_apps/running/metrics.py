@@ -71,7 +71,7 @@ class Meter:
         return means
 
     def state(self) -> dict[str, Tensor]:
-        """Return the counts of all ranks together.
+        """Return the counts, summed over all ranks.
 
         Collective over: world.
         """
@@ -87,7 +87,7 @@ class Meter:
         self._reported = self._total()
 
     def load(self, counted: Tensor, reported: Tensor) -> None:
-        """Continue from a `state`; rank 0 gets the counts of all ranks.
+        """Continue from a `state`; rank 0 gets the sum of the counts of all ranks.
 
         Raises:
             ValueError: the counts are not those of a `state`.
@@ -161,7 +161,10 @@ class Speed:
         self._marked = self._now()
 
     def rates(self) -> tuple[float, float]:
-        """Return all ranks' images per second, and the fraction of communication, since `mark`."""
+        """Return the images per second, and the fraction of the time spent in communication.
+
+        Both are measured since `mark`; images are counted over all ranks.
+        """
         images, seconds, talking = (now - then for now, then in zip(self._now(), self._marked))
         return images / seconds, talking / seconds
 

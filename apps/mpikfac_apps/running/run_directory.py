@@ -180,7 +180,8 @@ class RunProgress:
     Args:
         first: the number of steps that were completed before this start.
         last: the number of steps of the whole run.
-        epochs: returns the epochs before a step; epochs take about equally long.
+        epochs: returns the number of epochs before a step; all epochs are assumed to take the same
+            time.
     """
 
     def __init__(self, first: int, last: int, epochs: Callable[[int], float]) -> None:

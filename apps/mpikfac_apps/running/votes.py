@@ -45,14 +45,14 @@ class StepVotes:
         self._comm, self._options = comm, options
         self._guard, self._saver = guard, saver
         self._trainer, self._call_meeting, self._asked = trainer, call_meeting, asked
-        self._due = False  # whether a checkpoint is due by the number of steps
+        self._due = False  # whether a checkpoint is due according to the number of steps
         self._own_troubles = 0  # this rank's number of non-finite values, before the step
         self._losses = torch.zeros(()), torch.zeros(())
         self._troubled = False  # whether the previous step had a value that was not finite
         self.troubles = 0
 
     def cast(self) -> None:
-        """Pass this rank's votes to the next step: its requests, and its progress in writing.
+        """Pass this rank's votes to the next step: requests, and the progress of its checkpoint.
 
         Collective over: none.
         """
@@ -78,7 +78,7 @@ class StepVotes:
     def follow(self, save: Callable[[], None]) -> bool:
         """Follow the requests of all ranks; return whether the run must stop.
 
-        Between two exchanges of weights, requests wait, because a rank knows only its own votes.
+        Between two exchanges of weights, a rank knows only its own votes, so requests are delayed.
 
         Collective over: world.
 
@@ -100,8 +100,8 @@ class StepVotes:
         elif self._comm.rank == 0:
             self._saver.remind(votes[WRITTEN], votes[LATE], self._options.watchdog_timeout)
         if checkpoint or self._due:
-            # A diverging run must not replace good checkpoints, so the checkpoint waits for a step
-            # without trouble.
+            # A diverging run must not replace good checkpoints, so the checkpoint is postponed to a
+            # step without trouble.
             self._due = self.troubled()
             if not self._due:
                 save()

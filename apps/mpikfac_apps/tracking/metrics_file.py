@@ -1,4 +1,4 @@
-"""Write metrics.jsonl without losing lines to a full disk, a restart, or removal of the file.
+"""Write metrics.jsonl without losing lines to a full disk, a restart, or the removal of the file.
 
 Lines that another program cuts off are lost; this is logged.
 """

@@ -25,7 +25,7 @@ def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
     """Estimate the size of a checkpoint in MB: weights, momentum, packed factors, bases, scales.
 
     Args:
-        tensors_per_weight: the number of values stored per weight: the weight and its averages.
+        tensors_per_weight: the number of values stored per weight (the weight and its averages).
     """
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)

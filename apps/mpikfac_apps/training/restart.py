@@ -63,7 +63,7 @@ class Restart:
 def find_restart(world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Options) -> Restart:
     """Return where the run starts, with the options that a restart must keep.
 
-    All options that differ from the checkpoint's are logged.
+    All options that differ from those of the checkpoint are logged.
 
     Collective over: world.
 

@@ -209,7 +209,7 @@ class Run(Loop):
         self._compare_with_first(self.meter.loss)
 
     def numbers(self) -> dict[str, float]:
-        """Return the training's metrics, troubles and decompositions included; not collective."""
+        """Return the training's metrics, including troubles and decompositions; not collective."""
         numbers = self.training.numbers()
         if self.votes.troubles:
             numbers["troubles"] = self.votes.troubles
@@ -223,7 +223,7 @@ class Run(Loop):
         return self.timetable.test_due(steps)
 
     def test_after(self, steps: int) -> None:
-        """Test the network, at the end of an epoch or within it."""
+        """Test the network at the end of an epoch, or within an epoch."""
         epochs = self.timetable.ended_epoch(steps)
         if epochs is None:
             self._test(f"step {steps}:")
@@ -245,7 +245,7 @@ class Run(Loop):
         self.problem.batches.share_broken(self.comm)
 
     def _test(self, text: str, **numbers: float) -> None:
-        """Test the network, write the results as a row and to the log; keep the best weights."""
+        """Test the network; write a row of metrics and a line of the log; keep the best weights."""
         problem, model = self.problem, self.model
         if self.average:
             model = problem.averaged_model(self.average)

@@ -140,7 +140,7 @@ def _pinned(
     except ValueError:  # saved values that this start replaces may be invalid here
         return {}
     now = flattened(resolved(options, ranks))
-    # If a type has changed, some of these options exist only before or only now.
+    # If a type has changed, some of these options existed only before, or exist only now.
     keys = before.resolved.keys() & kept.keys() & given.keys() & now.keys() & usual.keys()
     keys -= {*OF_CODE}
     return {

@@ -1,4 +1,4 @@
-"""Record the stages of some steps of a run, and write them to files after the last one.
+"""Record the stages of some steps of a run, and write them to files after these steps.
 
 RUN/trace.json.gz can be opened in https://ui.perfetto.dev or chrome://tracing; RUN/stages.json
 contains mean times.

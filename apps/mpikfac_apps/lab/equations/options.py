@@ -1,4 +1,4 @@
-"""The options of the equation solver; help does not import torch."""
+"""The options of the equation solver; printing the help does not import torch."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Influence:
     predicted: Tensor | None
 
     def report(self, top: int) -> list[list[str]]:
-        """Return sections of lines that list the images with the largest scores and the labels."""
+        """Return sections of lines: the images with the largest scores, and their labels."""
         rows = [("query", "label", "most helpful images (label)", "most harmful images (label)")]
         for number, (scores, label) in enumerate(zip(self.scores[:top], self.query_labels)):
             images = self._largest(scores, top), self._largest(-scores, top)

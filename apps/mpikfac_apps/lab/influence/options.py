@@ -1,4 +1,4 @@
-"""The options of the influence program; help does not import torch."""
+"""The options of the influence program; printing the help does not import torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class InfluenceOptions:
         report: a new file for a page that shows, for all queries, the images with the largest
             scores, .html; null for none.
         trust: allow executing the files FILE.py of the run's `model` and `data.name`.
-        data_path: the directory of the data set; null for the run's.
+        data_path: the directory of the data set; null for that of the run.
         device: the device of each rank; "auto" uses a GPU if there is one.
     """
 

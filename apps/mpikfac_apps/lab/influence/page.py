@@ -45,7 +45,7 @@ class Query(NamedTuple):
 
 
 def page(found: Influence, images: Tensor, head: str, top: int) -> str:
-    """Return an HTML page with the largest scores for each query, and the largest self-influence.
+    """Return an HTML page with the largest scores for each query, and the largest self-influences.
 
     For images with neither one nor three channels, only number, label and score are shown.
 

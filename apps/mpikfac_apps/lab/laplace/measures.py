@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BINS = 15  # of the expected calibration error
+BINS = 15  # the number of bins for the expected calibration error
 TINY = torch.finfo(torch.float64).tiny
 
 

@@ -1,4 +1,4 @@
-"""The options of a Laplace approximation; help does not import torch."""
+"""The options of a Laplace approximation; printing the help does not import torch."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ class LaplaceOptions:
             directory of a run.
         weights: the weights that have a posterior: "all" for all that factors cover, or "last" for
             those of the last layer; the others are fixed.
-        prior: the precision of the prior. "evidence": maximises the evidence of the training
-            images; "heldout": minimises the loss on every second test image; or a number.
+        prior: the precision of the prior: a number; "evidence" for the one that maximises the
+            evidence of the training images; or "heldout" for the one that minimises the loss on
+            every second test image.
         samples: the number of sampled weights whose predictions are averaged; 0 for none.
         measure: measure the curvature in passes over the training images, as in EKFAC, instead of
             using the factors of the run.

@@ -1,4 +1,4 @@
-"""Predictions of a Gaussian posterior of the weights, and the choice of its prior."""
+"""Predictions of a Gaussian posterior over the weights, and the choice of its prior."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BY = {"evidence": "by evidence", "heldout": "by the loss of held-out images"}
 
 @dataclass(frozen=True)
 class Prior:
-    """The prior of the weights.
+    """The prior over the weights.
 
     Attributes:
         by: how its precision was chosen: one of `BY`, or "given".

@@ -33,7 +33,7 @@ from mpikfac_apps.lab.predict.options import CALIBRATE, CalibrateOptions
 from mpikfac_apps.place import environment, share_cores
 from mpikfac_apps.problems import models, own
 
-ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
+ELEMENTS = [2**k for k in range(8, 25, 2)]  # sizes of messages, 1 KiB to 64 MiB in float32
 PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
 ENCODED: list[tuple[str, mpikfac.plan.Codec]] = [
     ("Allreduce", mpikfac.plan.BFloat16Codec()),
@@ -389,7 +389,7 @@ class TimedNetwork:
         self._factors[preconditioner] += steps[2::2]
 
     def together(self, comm: mpikfac.comm.Comm, ways: Sequence[mpikfac.Strategy]) -> list[float]:
-        """Return the time of a step with new factors for each strategy, in seconds.
+        """Return, for each strategy, the time of a step with new factors, in seconds.
 
         Strategies alternate; the first round is not counted.
 
@@ -414,7 +414,7 @@ class TimedNetwork:
     def _trainer(
         self, comm: mpikfac.comm.Comm, **settings: Any
     ) -> tuple[mpikfac.KFAC, Tensor, Tensor]:
-        """Return a K-FAC trainer that decomposes factors only once, the images and the labels."""
+        """Return a K-FAC trainer, images and labels; the trainer decomposes factors only once."""
         model = copy.deepcopy(self._model)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
         arguments = {

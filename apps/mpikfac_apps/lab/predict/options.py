@@ -1,4 +1,4 @@
-"""The options of the programs that predict and measure; help does not import torch."""
+"""The options of the programs that predict and measure; printing the help does not import torch."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class CalibrateOptions:
 
 
 def first_preset(names: str) -> dict[str, Any]:
-    """Return the options of the first strategy in a list, or COMM-OPT's for "sgd" and "all"."""
+    """Return the options of the first strategy in a list, or of COMM-OPT for "sgd" and "all"."""
     return preset(names.partition(",")[0].strip().removeprefix(SGD)) or preset(COMM_OPT)
 
 

@@ -27,7 +27,7 @@ from mpikfac_apps.planning.facts import at_ranks
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import number
 
-BOUNDED = ("stale-inverse", "event-driven")  # predictions are upper bounds
+BOUNDED = ("stale-inverse", "event-driven")  # strategies whose predictions are upper bounds
 OVERLAP = "transport.overlap"
 WIDTH = 96
 Row = dict[str, Any]

@@ -130,7 +130,7 @@ def changed(options: Options, change: Mapping[str, Any]) -> Options:
 
 
 def alike(name: str) -> bool:
-    """Return whether a strategy gives the same results as a single process with the joint batch."""
+    """Return whether a strategy gives the same results as a single process with all examples."""
     way = mpikfac.plan.NAMED.get(name)
     return way is not None and way.same and way.strategy.refresh == mpikfac.Refresh()
 
@@ -208,7 +208,7 @@ def _around(interval: int) -> list[int]:
 
 
 def mean(row: Row, parts: Mapping[tuple[bool, bool], float], name: str) -> float:
-    """Return the mean of a value over steps, given the fraction of each kind of step."""
+    """Return the mean of a value over steps, given the fraction of the steps of each kind."""
     kinds = {(False, False): "ordinary", (True, False): "factors", (True, True): "refresh"}
     return sum(parts[kind] * float(row[step][name]) for kind, step in kinds.items())
 
@@ -251,8 +251,8 @@ def cells(row: Row) -> tuple[str, ...]:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Plot the best choices, MiB sent against milliseconds, with a panel per number of ranks.
 
-    The area of a marker grows linearly with the memory. Markers are hollow for
-    choices whose results differ from those requested.
+    The area of a marker grows linearly with the memory. Markers are hollow for choices whose
+    results differ from those requested.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

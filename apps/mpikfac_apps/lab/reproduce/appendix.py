@@ -105,7 +105,8 @@ def digits(entry: Entry, number: float) -> str:
 def places(entry: Entry) -> int:
     """Return the number of decimals with which deviations are shown.
 
-    This is one decimal more than the leading digit of the tolerance needs; 0 if it is 10 or more.
+    This is one decimal more than the leading digit of the tolerance needs; 0 if the tolerance is
+    10 or more.
     """
     return max(0, 1 - exponent(entry.tolerance * (1 if entry.points else 100)))
 

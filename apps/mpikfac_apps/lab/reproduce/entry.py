@@ -67,7 +67,7 @@ class Entry:
     Attributes:
         about: what is compared.
         paper: the short name of the paper in docs/reference/references.md, preceded by "method of"
-            if the values are not the paper's.
+            if the values are not from the paper.
         source: the table, figure or formula with the expected values.
         found: how `rows` finds its values. "recorded": in the results of an earlier run of `anew`,
             which takes hours.

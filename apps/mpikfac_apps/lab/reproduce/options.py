@@ -1,4 +1,4 @@
-"""The options of `mpikfac reproduce`; help does not import torch."""
+"""The options of `mpikfac reproduce`; printing the help does not import torch."""
 
 from __future__ import annotations
 

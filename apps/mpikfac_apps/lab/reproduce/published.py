@@ -21,11 +21,11 @@ from mpikfac_apps.text import MIB
 
 RANKS = 16
 FACTORS, WEIGHTS, GRADIENTS = 586.9, 97.3, 97.7
-"""MiB of ResNet-50: square factors, weights of covered layers, all weights and statistics."""
+"""Sizes in MiB of ResNet-50: square factors, covered weights, all weights and statistics."""
 LARGEST = 0.216  # the fraction of all decompositions' operations that the largest factor takes
 SC20 = [(1 - saved) * 90 / 55 for saved in (0.25, 0.18)]
 """The bounds of the ratio of step times: 18 to 25 % less time, in 55 epochs instead of 90."""
-IMAGES = 1_281_167  # per epoch of ImageNet
+IMAGES = 1_281_167  # images in an epoch of ImageNet
 SGD_EPOCHS = {16: 15 * 60, 32: 8 * 60 + 10, 64: 4 * 60 + 8}
 """Seconds of an epoch of SGD by number of GPUs, in runs of 90 epochs."""
 KFAC_EPOCHS = {
@@ -74,7 +74,7 @@ def sent(strategy: Strategy) -> dict[str, float]:
 
 
 def sc20_bytes() -> Iterator[Row]:
-    """Yield the bytes of K-FAC-opt, and what follows from them and from the orders of factors."""
+    """Yield the bytes of K-FAC-opt, and values derived from them and from the orders of factors."""
     everyone, where = sent(Strategy(CommOpt())), f"a rank of {RANKS}"
     share = (RANKS - 1) / RANKS
     owners = sent(Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)))
@@ -123,7 +123,7 @@ def spd_kfac_profile() -> Iterator[Row]:
 
 
 def sc20_ratios() -> Iterator[Row]:
-    """Yield the step times of K-FAC-opt relative to SGD's."""
+    """Yield the step times of K-FAC-opt relative to those of SGD."""
     ranks, (least, most) = (16, 64, 256), SC20
     steps = iter(steps_of(ranks, "kfac-opt", 10, 100))
     for count, sgd, kfac in zip(ranks, steps, steps):
@@ -148,7 +148,7 @@ def sc20_steps() -> Iterator[Row]:
 
 
 def step_row(what: str, ranks: int, epochs: int, epoch: float, predicted: float, miss: str) -> Row:
-    """Return a row of ms per step, from published seconds per epoch and predicted ones per step."""
+    """Return a row in ms per step, from seconds per epoch (published) and per step (predicted)."""
     published = epoch * 32 * ranks / IMAGES
     where = f"{ranks} GPUs, {epochs} epochs"
     return Row(f"ms of a step, {what}", where, 1e3 * published, 1e3 * predicted, miss)

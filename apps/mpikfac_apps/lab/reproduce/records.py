@@ -41,7 +41,7 @@ def record(name: str) -> Any:
 
 
 def time_to_accuracy() -> Iterator[Row]:
-    """Yield K-FAC's test accuracy after about half of SGD's epochs, minus SGD's, in points."""
+    """Yield K-FAC's test accuracy after about half as many epochs, minus that of SGD, in points."""
     runs = record("time_to_accuracy.json")
     sgd = [run[-1] for name, run in runs.items() if name.startswith(SGD)]
     kfac = [of["test_accuracy"] for of in defaults("resnet20, all images")]

@@ -101,8 +101,8 @@ def lsgd(
 ) -> list[Weights]:
     """Return the weights of all ranks after each step of LSGD [Teng et al. 2019].
 
-    With `copies`, neighbouring ranks train a copy together, and the sum of their losses decides who
-    leads. Losses are summed over the steps since leaders were last chosen.
+    With `copies`, neighbouring ranks train a copy together, and the copy with the smallest sum of
+    losses leads. Losses are summed over the steps since leaders were last chosen.
     """
     every = every or rule.sync_every
     losses = [quadratic(rank) for rank in range(ranks)]
@@ -138,8 +138,9 @@ def parle(
 ) -> list[Weights]:
     """Return the weights of all ranks after each step of Parle [Chaudhari et al. 2018].
 
-    Both pulls grow with each exchange, the current one included, up to maxima, which are 1 and 10
-    in the authors' program. With `copies`, neighbouring ranks train a copy together.
+    With each exchange, the pulls `gamma` and `rho` are multiplied by `1 + growth`, up to maxima,
+    which are 1 and 10 in the authors' program; `rho` grows before the exchange that uses it. With
+    `copies`, neighbouring ranks train a copy together.
     """
     every = rule.sync_every
     y, v, found = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE)), []
@@ -181,9 +182,9 @@ def streaming_diloco(
     outer_momentum: float = 0.9,
     begin: int = 0,
 ) -> list[Weights]:
-    """Return the weights of all ranks after each step of Streaming DiLoCo.
+    """Return all ranks' weights after each step of Streaming DiLoCo [Douillard et al. 2025].
 
-    There are two parts: one with all weights, and one with only the votes [Douillard et al. 2025].
+    There are two fragments: one contains all weights, and the other only the ranks' votes.
     """
     w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
     before, outer, found = w[0].copy(), np.zeros(SIZE), []

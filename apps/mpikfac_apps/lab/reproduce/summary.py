@@ -71,5 +71,5 @@ def numbers(results: Sequence[Reproduced]) -> tuple[str, ...]:
 
 
 def seconds(results: Sequence[Reproduced]) -> str:
-    """Format the total time of results in seconds, as at least 1."""
+    """Format the total time of results in seconds; the minimum is 1."""
     return f"{max(1, sum(result.seconds for result in results)):,.0f}"

@@ -11,7 +11,7 @@ from mpikfac_apps.options.fields import positional
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """Run a study, which is every combination of some training options, and write a report.
+    """Run a study (one training run per combination of some options), and write a report.
 
     Args:
         study: the file of the study, in YAML; docs/extensions/study.md describes its format.

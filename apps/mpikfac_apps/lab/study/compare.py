@@ -307,7 +307,7 @@ def about_bounds(run_curves: Mapping[str, Curve]) -> Iterator[str]:
 
 
 def draw(variants: Variants, target: float | None, kind: str) -> bytes:
-    """Draw test results by epoch and by seconds, and `kl_scale` if a clip is active.
+    """Plot test results against epochs and seconds, and `kl_scale` if a clip is active.
 
     Args:
         kind: "pdf", "png" or "svg".

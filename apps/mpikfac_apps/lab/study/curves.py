@@ -57,7 +57,7 @@ class Curve:
         return self.measure.best(self.values)
 
     def reached(self, target: float) -> Reached | None:
-        """Return when the first test was as good as `target`; None if no test was."""
+        """Return when a test was as good as `target` for the first time; None if no test was."""
         for place, value in enumerate(self.values):
             if self.measure.reaches(value, target):
                 return Reached(self.epochs[place], self.seconds[place], self.steps[place])

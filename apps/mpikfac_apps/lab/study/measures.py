@@ -22,7 +22,7 @@ class Measure:
         best: returns the best of several values.
         worst: returns the worst of several values.
         perfect: the best possible value.
-        scale: the factor by which a picture's axis multiplies the values.
+        scale: the factor by which values are multiplied on the axis of a picture.
         axis: the title of the axis.
     """
 
@@ -48,7 +48,7 @@ class Measure:
         return self.worst((math.floor(thousandths), math.ceil(thousandths))) / 1000
 
     def possible(self, value: float) -> float:
-        """Return a value of a picture's axis, or the best possible one if the value is better."""
+        """Return a value for a picture's axis, limited to the best possible value."""
         return self.worst((value, self.scale * self.perfect))
 
     def limits(self, middles: Sequence[float]) -> tuple[float, float]:
@@ -70,7 +70,7 @@ class Measure:
         return share(value)
 
     def text(self, value: float | None, digits: int = 1) -> str:
-        """Format a value; an accuracy with `digits` decimals."""
+        """Format a value; `digits` is the number of decimals of an accuracy in per cent."""
         return measured(self.name, value, digits)
 
 

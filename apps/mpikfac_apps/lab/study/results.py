@@ -100,7 +100,7 @@ class Measured:
             averaged over ranks and over `interval` steps.
         handed: the bytes that a rank passes to MPI per step, according to the plan, averaged over
             ranks and over `interval` steps.
-        memory: the bytes of the arenas on the rank with the largest ones, according to the plan.
+        memory: the bytes of the arenas on the rank with the largest arenas, according to the plan.
     """
 
     cell: Cell
@@ -160,7 +160,7 @@ class Measured:
 
     @property
     def overlaps(self) -> bool:
-        """Whether messages overlap with computation, so that waiting for them is unknown."""
+        """Whether messages overlap with computation, so that the time spent waiting is unknown."""
         return self.cell.plan.strategy.transport.overlap
 
     @property
@@ -203,7 +203,7 @@ def _measured(cell: Cell, directory: Path) -> Measured:
         rows = curves.read(run)
     means = _json(run / "stages.json", MEANS)
     if len(means.get("steps", ())) % inv_update_steps(cell.options, cell.ranks):
-        means = {}  # the run was too short
+        means = {}  # the trace ends within an interval
     planned = _planned(cell)
     return Measured(
         cell=cell,
@@ -361,7 +361,7 @@ def _of_no_number(key: str) -> bool:
 
 
 def other_estimator(options: Options) -> bool:
-    """Return whether the options select K-FAC with an estimator other than COMM-OPT's."""
+    """Return whether the options select K-FAC with an estimator other than that of COMM-OPT."""
     distribution = options.distribution
     named = mpikfac.plan.NAMED.get(distribution.strategy)  # "auto" chooses the same estimator
     differs = named is not None and not named.same

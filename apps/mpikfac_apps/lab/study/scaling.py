@@ -29,7 +29,7 @@ STRATEGIES = tuple(
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps that an optimizer needs to reach the target with a batch size.
+    """The steps that an optimizer needs to reach the target with a given batch size.
 
     Attributes:
         cell: a cell of the variant that needs the fewest steps.

@@ -21,7 +21,7 @@ OF_A_RUN = {"seed", "run_dir", "resume"}
 """Options that differ between the seeds of a variant."""
 NAMED = 4  # maximum number of variants that a sentence names; more are only counted
 LEAST = 3
-"""The minimum number of seeds for an interval: with two, it would be 13 times the range."""
+"""The minimum number of seeds for an interval; for two, it would be 13 times the range."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SeedMean:
         return self.mean - self.half, self.mean + self.half
 
     def scaled(self, factor: float) -> SeedMean:
-        """Return the mean of all values times a positive factor."""
+        """Return the statistics of all values after multiplication by a positive factor."""
         half = None if self.half is None else factor * self.half
         low, high = factor * self.low, factor * self.high
         return SeedMean(factor * self.mean, half, self.count, low, high)
@@ -65,7 +65,7 @@ class SeedMean:
 
     @property
     def around(self) -> tuple[float, float, float]:
-        """The mean between its `ends`."""
+        """The lower end, the mean and the upper end; see `ends`."""
         return self.ends[0], self.mean, self.ends[1]
 
     def covers(self, value: float) -> bool:
@@ -92,7 +92,7 @@ class SeedMean:
 def mean_of(values: Iterable[float | None]) -> SeedMean | None:
     """Return the mean and the interval of the known values; None if no value is known.
 
-    The interval is Student's, which assumes independent and normally distributed values.
+    The interval uses Student's t, which assumes independent and normally distributed values.
     """
     numbers = [value for value in values if value is not None]
     if not numbers:
@@ -116,7 +116,7 @@ def student(freedom: int) -> float:
 
 
 def leaders(means: Mapping[str, SeedMean]) -> list[str]:
-    """Return the names of the lowest mean and of those whose intervals overlap with its interval.
+    """Return the names of the lowest mean and of means whose intervals overlap with its interval.
 
     Names are sorted by mean. Single runs overlap only if they are equal.
     """
@@ -154,7 +154,7 @@ def by_seed(runs: Iterable[Path]) -> list[list[Path]]:
 
 
 def _options(run: Path) -> tuple[str, str]:
-    """Return a run's options, with the number of ranks but without the seed, and the seed."""
+    """Return a run's options (with the number of ranks, but without the seed), and its seed."""
     try:
         content = loaded(files.read_text(run / "config.yaml"))
         about = files.read_json(run / "environment.json")

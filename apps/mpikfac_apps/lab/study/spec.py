@@ -94,7 +94,7 @@ class Cell:
 
     @property
     def directory(self) -> str:
-        """A directory name that changes with any option, so its files belong only to this cell.
+        """A directory name that changes with any option, so different runs never share one.
 
         Cells without K-FAC that differ only in K-FAC's settings are the same run, except for
         `kfac.inv_update_steps`, on which the intervals of the metrics depend.
@@ -139,7 +139,8 @@ def read(path: Path) -> Study:
     """Return the study that a file describes.
 
     Raises:
-        ValueError: the file is invalid; the message is one line with the wrong value and its place.
+        ValueError: the file is invalid; the message is one line with the wrong value and its
+            location.
     """
     try:
         text = files.read_text(path, links=True)

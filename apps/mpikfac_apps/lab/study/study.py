@@ -1,4 +1,4 @@
-"""Run a study, which is every combination of some training options, and write a report.
+"""Run a study (one training run per combination of some options), and write a report.
 
     mpikfac study jobs/studies/digits.yaml
 

@@ -142,7 +142,7 @@ class Problem:
     def check(self, model: nn.Module) -> None:
         """Check that a network accepts the images and has one output per class.
 
-        Warns if its outputs come from a softmax.
+        Warn if its outputs come from a softmax.
 
         Raises:
             ValueError: see `models.check`.

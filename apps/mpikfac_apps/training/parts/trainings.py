@@ -92,7 +92,7 @@ class Training:
         """Send this rank's votes to all clients; not collective."""
 
     def events(self) -> list[Event]:
-        """Return the recorded events, naming the whole run's communicators; not collective."""
+        """Return the recorded events, with communicator names of the whole run; not collective."""
         return self.trainer.trace.events
 
     def state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The options for evaluating a run's network; help does not import torch."""
+"""The options for evaluating a run's network; printing the help does not import torch."""
 
 from __future__ import annotations
 

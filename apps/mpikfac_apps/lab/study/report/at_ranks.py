@@ -130,7 +130,7 @@ def efficiency(steps: Sequence[Steps]) -> Iterator[str]:
 
 
 def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
-    """Plot steps by batch size, and time by ranks; a thick line is K-FAC's fastest strategy."""
+    """Plot steps against batches, and time against ranks; a thick line is the fastest strategy."""
     names = list(dict.fromkeys(each.kind for each in steps))
     styles = {name: variant_style(place) for place, name in enumerate(names)}
     with styled():
@@ -165,9 +165,10 @@ def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
 def _times(
     panel: Axes, forecasts: Sequence[Forecast], style: dict[str, Any]
 ) -> dict[str, tuple[float, float]]:
-    """Draw a thin line for each strategy, and a line through the fastest; return the ends by name.
+    """Draw a thin line for each strategy, and a line through the fastest; return the last points.
 
-    With a single strategy, no ends are returned, because the legend names the line.
+    The points are keyed by the name of the line. With a single strategy, none is returned, because
+    the legend names the line.
     """
     by_name: dict[str, list[tuple[int, float]]] = {}
     best: dict[int, float] = {}

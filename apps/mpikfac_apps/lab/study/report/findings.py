@@ -45,7 +45,7 @@ def findings(
 
 
 def _compared(cells: Sequence[Measured]) -> list[Measured]:
-    """Return the complete K-FAC cells on the largest number of ranks without a pending cell."""
+    """Return the complete K-FAC cells on the largest number of ranks that has no pending cells."""
     waiting = {cell.cell.ranks for cell in cells if cell.pending}
     kfac = [c for c in cells if c.complete and c.step and c.cell.options.optimizer == "kfac"]
     kfac = [cell for cell in kfac if cell.cell.ranks not in waiting]
@@ -126,7 +126,7 @@ def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
 
 
 def _about_test(done: Sequence[Measured]) -> Iterator[str]:
-    """State how much of an accuracy is a single test image, if their number is known."""
+    """State how much a single test image changes an accuracy, if the number of images is known."""
     counts = {
         cell.cell.options.data.test_images or TEST_IMAGES.get(cell.cell.options.data.name)
         for cell in done
@@ -179,14 +179,14 @@ def _range(means: Mapping[str, SeedMean], show: Callable[[float], str]) -> str:
 def against_sgd(cells: Iterable[Measured], cell: Measured) -> float | None:
     """Return a cell's step time relative to that of SGD, on the same ranks and with the same seed.
 
-    None if there is no complete SGD cell.
+    The result is None if there is no complete SGD cell.
     """
     base = baseline(cells, cell)
     return cell.step / base.step if base and base.step and cell.step else None
 
 
 def unclear(ratios: Mapping[str, SeedMean]) -> str:
-    """Return a sentence about the ratios to SGD whose interval includes 1; "" if there are none."""
+    """Return a sentence about ratios to SGD whose intervals include 1; "" if there are none."""
     names = [name for name, ratio in ratios.items() if ratio.count > 1 and ratio.covers(1.0)]
     if not names:
         return ""
@@ -203,7 +203,7 @@ def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
 
 
 def _sizes(sizes: Mapping[str, float]) -> str:
-    """Return the smallest and the largest size as text, with all variants that have them."""
+    """Return the smallest and the largest size as text, each with its variants."""
     names: dict[str, list[str]] = {}
     for name in sorted(sizes, key=sizes.__getitem__):
         names.setdefault(brief_mib(sizes[name]), []).append(name)

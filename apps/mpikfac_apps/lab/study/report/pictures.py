@@ -34,8 +34,8 @@ from mpikfac_apps.lab.study.results import Measured
 from mpikfac_apps.lab.study.seeds import LEAST, SeedMean, mean_of
 from mpikfac_apps.text import MIB, number
 
-SHOWN = 5  # curves in a panel
-FEW = 3  # curves that can have a band each
+SHOWN = 5  # maximum number of curves in a panel
+FEW = 3  # maximum number of curves with bands; more curves have bars at the end
 SHIFT = 0.06  # distance, in epochs, between the bars of different variants
 
 
@@ -117,7 +117,7 @@ def distinct(
 ) -> dict[str, list[Measured]]:
     """Return, by variant, the cells of each letter's first variant on the given number of ranks.
 
-    Variants with the same letter have the same curve by epochs. If there are more than `SHOWN`
+    Variants with the same letter have the same curve over epochs. If there are more than `SHOWN`
     variants, the best ones are returned, including one without K-FAC if there is any.
     """
     first: dict[str, str] = {}
@@ -173,7 +173,7 @@ def _with_letters(
 def _scales(
     panel: Axes, runs: Sequence[Sequence[tuple[float, float]]], style: Mapping[str, Any], place: int
 ) -> None:
-    """Draw a variant's mean clip factor, with bars from the lowest to the highest run."""
+    """Draw a variant's mean clip factor, with bars from the lowest to the highest value."""
     values = [[scale for _, scale in run] for run in runs]
     along = [epoch + SHIFT * place for epoch, _ in min(runs, key=len)]
     means = _line_of_means(panel, along, values, style)
@@ -184,7 +184,7 @@ def _scales(
 def _three_curves(
     row: Sequence[Axes], seeds: Sequence[Measured], style: Mapping[str, Any], place: int | None
 ) -> None:
-    """Draw a variant's runs with all seeds, up to the last epoch that all of them completed.
+    """Draw a variant's runs, one per seed, up to the last epoch that all runs completed.
 
     Args:
         place: the variant's position, to draw a bar at the end only; None to draw a band.
@@ -212,7 +212,7 @@ def line_of_seeds(
     style: Mapping[str, Any],
     measure: Measure,
 ) -> None:
-    """Draw the mean over runs; with two runs, also thin lines, and with three or more, a band.
+    """Draw the mean over runs, with a thin line for each of two runs, or a band for more runs.
 
     The band is the 95 % interval, up to the best possible value.
 
@@ -261,7 +261,7 @@ def _line_with_an_end(
 
 
 def scaling(all_cells: Sequence[Measured]) -> Figure | None:
-    """Draw images per second, and the efficiency, by number of ranks.
+    """Plot images per second, and the efficiency, against the number of ranks.
 
     The efficiency is relative to the smallest number of ranks of each variant, where it is 100 %
     by definition. Bars are intervals or ranges over seeds. Numbers of ranks that share cores are
@@ -332,7 +332,7 @@ def _paces(cells: Sequence[Measured]) -> dict[str, dict[int, SeedMean]]:
 
 
 def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> Figure | None:
-    """Plot the measured against the predicted time of a step; predictions are keyed by label."""
+    """Plot measured against predicted step times; predictions are keyed by label."""
     pairs = [
         (cell, predictions[cell.cell.label], cell.step)
         for cell in cells
@@ -369,12 +369,12 @@ def _ranks(cells: Sequence[Measured]) -> list[int]:
 
 
 def _at(cells: Sequence[Measured], variant: str, ranks: int) -> list[Measured]:
-    """Return the cells of all seeds."""
+    """Return the cells of a variant on a number of ranks, with all seeds."""
     return [cell for cell in cells if (cell.cell.variant, cell.cell.ranks) == (variant, ranks)]
 
 
 def _title(cells: Sequence[Measured], ranks: int) -> str:
-    """Return the title of the panel of a number of ranks."""
+    """Return the title of the panel for a number of ranks."""
     crowded = any(cell.crowded for cell in cells if cell.cell.ranks == ranks)
     return number(ranks, "rank") + (CROWDED if crowded else "")
 

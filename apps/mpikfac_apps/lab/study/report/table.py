@@ -37,7 +37,7 @@ class Column:
     key: str = ""
 
     def cell(self, row: Row) -> tuple[str, float | str]:
-        """Return the column's text in a row, and the value to sort by, "" if it is missing."""
+        """Return the column's text in a row, and the value to sort by, which is "" if missing."""
         value = row[self.key] if self.key else self.show(row)
         value = value.mean if isinstance(value, SeedMean) else value
         return self.show(row), "" if value is None else value
@@ -105,7 +105,7 @@ def _collectives(cell: Measured) -> tuple[float | None, float | None]:
 def means(
     rows: Sequence[Row], measure: Measure, best: Collection[tuple[str, int]]
 ) -> tuple[list[Row], list[Row]]:
-    """Return rows of means over seeds, by variant and number of ranks, and the rows of the best.
+    """Return rows of means over seeds, by variant and number of ranks, and the best of these rows.
 
     Cells that are not complete are ignored. A study without several seeds has no means.
 
@@ -134,7 +134,7 @@ def means(
 
 
 def columns(measure: Measure, target: float | None, predicted: bool) -> list[Column]:
-    """Return the columns of the table of cells; `predicted` adds that of predicted times."""
+    """Return the columns of the table of cells; `predicted` adds a column of predicted times."""
     aim = measure.text(target)
     predictions = [column("predicted", "predicted_step_seconds", ms)] if predicted else []
     return [
@@ -180,7 +180,7 @@ def _timed(plain: Column, *further: str) -> Column:
     """Return a column of times, with a mark in the rows of busy cells.
 
     Args:
-        further: keys that also mark a row.
+        further: other keys whose values, if true, also mark a row.
     """
 
     def text(row: Row) -> str:

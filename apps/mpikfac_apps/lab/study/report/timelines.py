@@ -18,7 +18,7 @@ from mpikfac import files
 from mpikfac_apps.lab.study.report.style import STAGES, WIDTH, bar_style, styled
 from mpikfac_apps.lab.study.results import GROUPS, OTHER, Measured
 
-SHOWN = 6  # timelines
+SHOWN = 6  # maximum number of timelines
 MOST_SLICES = 10**7  # slices times steps in the largest timeline that is drawn
 TRACE = {"traceEvents": [{"ph": str}]}
 SLICE = {"name": str, "pid": int, "ts": float, "dur": float}
@@ -26,7 +26,7 @@ GROUP_OF = {stage: group for group, stages in GROUPS.items() for stage in stages
 
 
 def timeline(all_cells: Sequence[Measured]) -> Figure | None:
-    """Draw steps with and without a refresh for cells on the most ranks, with a line per rank."""
+    """Draw steps with and without a refresh on the largest number of ranks, one line per rank."""
     shown = []
     for cell in _typical(all_cells):
         traced = _traced_steps(_trace(cell.run))
@@ -56,9 +56,9 @@ def timeline(all_cells: Sequence[Measured]) -> Figure | None:
 
 
 def _typical(all_cells: Sequence[Measured]) -> list[Measured]:
-    """Return a cell per variant on the most ranks, but at most `SHOWN` cells.
+    """Return a cell per variant on the largest number of ranks, but at most `SHOWN` cells.
 
-    If there are more, the selection ranges from the fastest to the slowest.
+    If there are more variants, the selection ranges from the fastest to the slowest.
     """
     traced = [cell for cell in all_cells if _trace_file(cell.run)]
     if not traced:
