@@ -164,6 +164,6 @@ mpi() {
 # mpirun returns 0 for a job that has lost a host. A run that ends removes its lock.
 ended() {
     [ ! -e "$1/lock" ] && return
-    echo "$1/lock is left: the run was ended from outside, perhaps because a host was lost" >&2
+    echo "$1/lock still exists: the run was ended from outside, perhaps because a host was lost" >&2
     return 1
 }

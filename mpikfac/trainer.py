@@ -144,8 +144,8 @@ class Trainer:
         unstored = ", ".join(unstored_settings(optimizer))
         if unstored and team.trains.rank == 0:
             log.warning(
-                "the optimizer's groups hold %s: ranks do not compare them, and states do not "
-                "contain them; use numbers, or tuples of numbers",
+                "the optimizer's groups hold %s: these values are not compared across ranks and "
+                "not stored in states; use numbers, or tuples of numbers",
                 unstored,
             )
 

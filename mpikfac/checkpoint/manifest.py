@@ -221,7 +221,9 @@ def _check_form(manifest: Mapping[str, Any]) -> None:
         if not re.fullmatch(r"shard-\d+\.h5", file):
             raise ValueError(f"names a file {file!r}; shards are called shard-<number>.h5")
         if shard.keys() != {"size", "digest"}:
-            raise ValueError(f"describes {file} by {sorted(shard)}, not by digest and size")
+            raise ValueError(
+                f"describes {file} with the keys {sorted(shard)}, not with digest and size"
+            )
         numbers.append(shard["size"])
     for name, item in manifest["items"].items():
         if item["shard"] not in manifest["shards"]:
@@ -232,7 +234,7 @@ def _check_form(manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"has item {name!r} of unknown dtype {item['dtype']!r}")
         numbers += [item["bytes"], *item["shape"]]
     if wrong := [number for number in numbers if type(number) is not int or number < 0]:
-        raise ValueError(f"has {wrong[0]!r} where a count belongs")
+        raise ValueError(f"has {wrong[0]!r} in place of a non-negative integer")
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

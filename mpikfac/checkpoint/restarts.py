@@ -55,7 +55,7 @@ def note_end(root: str | Path) -> None:
     try:
         (Path(root) / RECORD).unlink(missing_ok=True)
     except OSError as error:
-        log.warning("the counts of starts are not reset: %s", error)
+        log.warning("the start counts could not be reset: %s", error)
 
 
 def starts_from(checkpoint: Checkpoint) -> int:

@@ -122,7 +122,7 @@ class Grid:
             ValueError: the communicators have been freed.
         """
         if not self._teams:
-            raise ValueError("the communicators are freed; take no steps after close()")
+            raise ValueError("the communicators have been freed; do not call step() after close()")
 
     def _way(self, message: Message) -> Callable[[Sequence[Message], Tensor], None]:
         if message.rule:

@@ -225,8 +225,8 @@ def check_survivable() -> None:
         return
     library = MPI.Get_library_version().split(",")[0].strip()
     raise ValueError(
-        f"a job under {library}, started like this, ends when a rank dies; use Open MPI 5, started "
-        f"with mpirun --with-ft ulfm"
+        f"if a rank dies, {library}, as started here, ends the whole job; use Open MPI 5, and "
+        f"start the job with mpirun --with-ft ulfm"
     )
 
 

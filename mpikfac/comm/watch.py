@@ -160,7 +160,10 @@ class Watch:
             self._look_until_closed()
         except Exception as error:
             about = " ".join(f"{type(error).__name__}: {error}".split())
-            _print(f"the watch of rank {self._rank} has failed, so hangs are not detected: {about}")
+            _print(
+                f"the watchdog thread of rank {self._rank} has failed, so hangs are no longer "
+                f"detected: {about}"
+            )
 
     def _look_until_closed(self) -> None:
         moves, still, sent = -1, 0.0, False

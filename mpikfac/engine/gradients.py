@@ -176,7 +176,7 @@ class Gradients:
             if count != counts[first]:
                 raise ValueError(
                     f"examples={count:.0f} on rank {rank} and {counts[first]:.0f} on rank {first}: "
-                    f"the ranks of a group of split layers need the same number"
+                    f"all ranks of a group of split layers must pass the same number"
                 )
         return sum(counts), all_seen
 

@@ -135,8 +135,8 @@ class Cautions:
         """Warn about a layer that has a gradient, but no call that K-FAC has recorded."""
         self._once(
             f"unseen {layer.name}",
-            "layer %r has a gradient, but K-FAC saw no call of the module in train() mode whose "
-            "outputs count, so the layer has no statistics and its gradient keeps its direction; "
+            "layer %r has a gradient, but K-FAC recorded no call of the module in train() mode, "
+            "so the layer has no statistics, and its gradient is not preconditioned; "
             "call the module itself in train() mode, pass all heads to record() if fisher_type "
             "needs it, or train the layer first-order with %s",
             *(layer.name, skipping([layer.path])),

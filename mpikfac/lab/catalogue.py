@@ -112,7 +112,7 @@ NAMED |= {
     ),
     "parle": Named(
         "Each rank trains a replica of the model; every 25 steps, each replica moves to the "
-        "average of its steps and towards the mean of all averages",
+        "average of its weights over these steps, and towards the mean of all averages",
         "Parle, Chaudhari et al. 2018",
         "2 (P-1)/P 4T + (P-1)/P 4F - 24/25 2 (P-1)/P 4N",
         Strategy(CommOpt(), sync=Parle()),

@@ -218,8 +218,9 @@ def check_any_covered(
                 continue
             raise ValueError(
                 f"K-FAC covers no layer: {name or 'the model'} is a {kind.__name__}, a class "
-                f"derived from {base.__name__}, which can compute something else; use the plain "
-                f"model, or cover the class with coverage=mpikfac.Coverage(covers=...)"
+                f"derived from {base.__name__}, and a derived class can compute something else; "
+                f"use {base.__name__} itself, or cover the class with "
+                f"coverage=mpikfac.Coverage(covers=...)"
             )
 
 

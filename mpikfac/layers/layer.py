@@ -159,7 +159,7 @@ class Layer:
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"layer {self.name!r} returned a {type(output).__name__}, which is not a tensor; "
-                f"pass it tensors, or train it first-order with {skipping([self.path])}"
+                f"call it with a plain tensor, or train it first-order with {skipping([self.path])}"
             )
         # The hook is on the graph, not on the module: an in-place activation after a layer
         # breaks module backward hooks, and calls without a backward pass need not be recorded.

@@ -28,7 +28,7 @@ def take_model(model: nn.Module, trainer: Trainer) -> None:
     older = TRAINERS.get(model)
     if older is not None and (present := older()) is not None and present is not trainer:
         present.detach()
-        log.warning("the model's older %s is detached", type(present).__name__)
+        log.warning("the model's previous %s has been detached", type(present).__name__)
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     for other, reference in list(TRAINERS.items()):
         alive = None if other is model else reference()

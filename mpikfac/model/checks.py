@@ -133,8 +133,8 @@ def check_owned(optimizer: Optimizer, blocks: Iterable[Block], strategy: Strateg
             if not stepped.issuperset(block.parameters):
                 raise ValueError(
                     f"assignment.shard_optimizer=True needs {block.name!r} in the optimizer, "
-                    f"because another optimizer would have its gradient only on the owner; freeze "
-                    f"it, or use strategy='comm-opt'"
+                    f"because an optimizer other than the trainer's would get its gradient only "
+                    f"on the owner; freeze it, or use strategy='comm-opt'"
                 )
 
 
@@ -299,7 +299,7 @@ def check_habits(
     if unbounded and preconditioner.of == "gradient":
         yield (
             f"NoGrafting() without a clip can diverge: the factors of {preconditioner.name!r} "
-            f"start from a single gradient, which makes the next directions long; set "
+            f"contain a single gradient at first, so the next directions can be very long; set "
             f"clip=NormClip(max_norm=1.0), or use AdamGrafting(orthogonalize=False)"
         )
     elif unbounded and fisher == "empirical":
@@ -315,8 +315,8 @@ def check_habits(
         )
     if any("betas" in group for group in optimizer.param_groups):
         yield (
-            f"{type(optimizer).__name__} scales K-FAC's directions again, by their own mean "
-            f"squares; use mpikfac.KFACOptimizer, or KFAC with torch.optim.SGD"
+            f"{type(optimizer).__name__} rescales K-FAC's directions by its own averages of "
+            f"their squares; use mpikfac.KFACOptimizer, or KFAC with torch.optim.SGD"
         )
 
 
@@ -329,7 +329,7 @@ def check_rates(optimizer: Optimizer, choice: str) -> None:
     if not all("lr" in group for group in optimizer.param_groups):
         raise ValueError(
             f"{choice} needs learning rates, but {type(optimizer).__name__} has a group of "
-            f"parameters without 'lr'; set the group's 'lr', which multiplies its steps"
+            f"parameters without 'lr'; set the group's 'lr', by which its steps are multiplied"
         )
 
 
@@ -409,7 +409,7 @@ def report_uncovered(
     left = ", ".join(block.name for block in parameters if block.tensor not in stepped)
     if left:
         log.warning(
-            "the optimizer does not have %s: no step changes them, but their gradients are "
+            "the optimizer does not contain %s: no step changes them, but their gradients are "
             "averaged over ranks, so another optimizer can use them",
             left,
         )

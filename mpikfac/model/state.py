@@ -150,7 +150,7 @@ def fitting(
     items = {}
     for name, expected in like.items():
         if name not in state:
-            raise ValueError(f"item {name!r} must be {_form(expected)}; it is missing")
+            raise ValueError(f"item {name!r} is missing; it must be {_form(expected)}")
         items[name] = state[name] if torch.is_tensor(expected) else plain(state[name])
         if _alias(items[name], expected):
             items[name] = items[name].clone()

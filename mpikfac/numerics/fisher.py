@@ -137,8 +137,8 @@ def _check_head(outputs: Tensor, loss: Loss) -> None:
         return
     if outputs.shape[1] == 1:
         raise ValueError(
-            "a cross-entropy of 1 output is always 0; for a binary problem, pass loss='logistic' "
-            "or 2 outputs to record()"
+            "the cross-entropy of a single output is always 0; for a binary problem, pass "
+            "loss='logistic' or 2 outputs to record()"
         )
     sums = outputs.detach().sum(1)
     if bool((outputs >= 0).all()) and bool(((sums - 1).abs() < 1e-4).all()):

@@ -75,7 +75,10 @@ def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """
     asynchrony: Any = plan.strategy.sync
     if plan.covered:
-        raise ValueError("clients and servers need training without K-FAC, such as sgd:downpour")
+        raise ValueError(
+            "clients and servers support only training without K-FAC; use a strategy such as "
+            "sgd:downpour"
+        )
     number, steps = plan.ranks // asynchrony.ranks_per_client, asynchrony.push_interval
     network = machine.network(job.model, job.batch)
     size = plan.of(0).layouts.gradients.size * plan.itemsize

@@ -219,8 +219,8 @@ def machine_from_json(text: str | bytes) -> Machine:
     for network in values["networks"]:
         if network.precondition is None and not values.get("products"):
             raise ValueError(
-                f"model={network.model!r} has no time for precondition, and the machine has no "
-                f"products; set one of the two"
+                f"the entry for model={network.model!r} in networks lacks 'precondition', and the "
+                f"machine lacks 'products'; add one of the two"
             )
     return Machine(**values)
 

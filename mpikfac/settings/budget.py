@@ -172,7 +172,9 @@ def seen_in(text: str) -> dict[str, Seen]:
             check_count("vectors", each.vectors, 0)
             check_count("chosen", each.chosen, 0)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"item 'kfac/seen' has no counts of vectors: {error}") from error
+        raise ValueError(
+            f"item 'kfac/seen' does not contain valid counts of vectors: {error}"
+        ) from error
     return seen
 
 

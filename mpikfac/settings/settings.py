@@ -71,7 +71,8 @@ class Settings:
         if self.grafting.momentum and self.clip is not None:
             raise ValueError(
                 f"gradient momentum (momentum={self.grafting.momentum!r}) needs clip=None, not "
-                f"{self.clip!r}: the direction does not depend on the step's gradient alone"
+                f"{self.clip!r}: with momentum, the direction also depends on earlier "
+                "gradients"
             )
         for name in ("factor_update_steps", "inv_update_steps"):
             self.due(name, 0)

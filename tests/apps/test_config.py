@@ -195,7 +195,7 @@ BAD = {
         "must be a whole number >= 1 or null or a schedule such as",
     ),
     "two batches": ("--batch=12 --batch_per_rank=2", "batch=12 and batch_per_rank=2: set one of"),
-    "no data": ("--data.name=cifar10", "data.path=null: cifar10 needs the directory"),
+    "no data": ("--data.name=cifar10", "data.name=cifar10 needs data.path, the directory"),
     "images of another size": (
         "--model=vit_small",
         "model=vit_small accepts only images of 32x32 pixels, but data.name=digits has 8x8",
@@ -240,7 +240,10 @@ BAD = {
         "--data.mirror=alternating",
         "data.mirror=alternating needs data.augment=true, not false",
     ),
-    "no folder": ("--data.name=folder", "data.path=null: folder needs a folder with train/CLASS"),
+    "no folder": (
+        "--data.name=folder",
+        "data.name=folder needs data.path, a folder with train/CLASS",
+    ),
     "unused processes": (
         "--data.workers=2",
         "data.workers=2 needs data.name=folder or packed, not digits",
@@ -266,8 +269,8 @@ BAD = {
     ),
     "frozen layers on curvature servers": (
         "--frozen_epochs=2 --strategy=curvature-servers --batch=60",
-        "frozen_epochs=2 needs refresh=owners, not curvature-servers: curvature servers know only "
-        "the layers from the start",
+        "frozen_epochs=2 needs refresh=owners, not curvature-servers: curvature servers handle "
+        "only the layers that are trained from the start",
     ),
     "frozen layers that are split": (
         "--frozen_epochs=2 --split_layers=[10=outputs]",
@@ -275,7 +278,8 @@ BAD = {
     ),
     "frozen layers of a chosen strategy": (
         "--frozen_epochs=2 --strategy=auto --machine=a100-hdr",
-        "frozen_epochs=2 needs a named strategy, not auto: auto depends on the trained layers",
+        "frozen_epochs=2 needs a named strategy, not auto: the strategy that auto "
+        "selects depends on which layers are trained",
     ),
     "frozen layers of copies": (
         "--frozen_epochs=2 --strategy=local-sgd --optimizer=sgd",
@@ -318,8 +322,14 @@ BAD = {
         "--schedule=step --decay_epochs=[7,3]",
         "decay_epochs=[7, 3] must increase",
     ),
-    "unused epochs": ("--decay_epochs=[3]", "decay_epochs=[3] with schedule=linear: schedule=step"),
-    "no epochs": ("--schedule=step", "decay_epochs=[] with schedule=step: schedule=step needs"),
+    "unused epochs": (
+        "--decay_epochs=[3]",
+        "decay_epochs=[3] does not match schedule=linear: schedule=step",
+    ),
+    "no epochs": (
+        "--schedule=step",
+        "decay_epochs=[] does not match schedule=step: schedule=step needs",
+    ),
     "a length beside the quadratic model": (
         "--kfac.grafting=quadratic-model --momentum=0 --weight_decay=0 --lr=0.1",
         "needs lr=1, schedule=constant, momentum=0 and weight_decay=0; got lr=0.1, schedule=linear",
@@ -376,7 +386,7 @@ BAD = {
     "empty file": ("\n", "bad.yaml: the file must have lines of the form `key: value`"),
     "unknown in a file": ("lr: 1\nkfac:\n  foo: 1\n", "bad.yaml, line 3: unknown key kfac.foo; k"),
     "list for a key": ("? [a]\n: 1\n", "bad.yaml, line 1 is not YAML: found unhashable key"),
-    "null for a number": ("epochs: 1\nmomentum:\n", "momentum=null must be a finite number"),
+    "null for a number": ("epochs: 1\nmomentum:\n", "momentum must be a finite number, not null"),
     "bool for a count": ("epochs: true\n", "epochs=True must be a whole number >= 1"),
     "number for a name": (
         "optimizer: 1\n",

@@ -58,4 +58,4 @@ def test_a_loss_that_grows_a_thousandfold_is_one_warning(tmp_path, rate, warning
     steps = ("--max_steps=6", "--log_every=1", "--batch=120", "--momentum=0", "--threads=1")
     assert train.main([*options, *steps, f"--run_dir={tmp_path / 'run'}"]) == 0
     lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
-    assert len([line for line in lines if f"try a smaller lr than {rate}" in line]) == warnings
+    assert len([line for line in lines if f"try an lr below {rate}" in line]) == warnings

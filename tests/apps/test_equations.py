@@ -94,7 +94,7 @@ def test_the_program_prints_its_progress_and_draws(capsys, tmp_path):
     [
         (["--rate=1"], "rate=1 must be null: sample-space has no learning rate"),
         (["--points=4"], "points"),
-        (["--points=7000"], "--points 7000 with 2331 given values is too much for sample-space"),
+        (["--points=7000"], "--points 7000 and 2331 given values are too many for sample-space"),
         (["--picture=x.txt"], "must end in"),
     ],
 )

@@ -207,10 +207,14 @@ def test_another_number_of_groups_is_refused(runs):
             ["--groups=2", "--shrink=true"],
             "groups=2 needs shrink=false, not true: the remaining ranks",
         ),
-        (["--groups=2", "--patience=2"], "groups=2 needs patience=null, not 2: groups end"),
+        (
+            ["--groups=2", "--patience=2"],
+            "groups=2 needs patience=null, not 2: all groups must end",
+        ),
         (
             ["--groups=2", "--sync=local-sgd", "--optimizer=sgd"],
-            "groups=2 needs sync=synchronous, not local-sgd: a group has one model",
+            "groups=2 needs sync=synchronous, not local-sgd: all ranks of a group must "
+            "have the same model",
         ),
         (
             ["--groups=2", "--kfac.damping_adapt=5"],
@@ -228,7 +232,7 @@ def test_another_number_of_groups_is_refused(runs):
         ),
         (
             ["--groups=2", "--model=autoencoder", "--data.name=curves"],
-            "groups=2 needs a model of classes, not model=autoencoder",
+            "groups=2 needs a classifier, not model=autoencoder",
         ),
         (
             ["--groups=2", "--refresh=curvature-servers"],

@@ -244,7 +244,7 @@ def test_layers_stand_in_natural_order():
         ),
         ("config.yaml", "contains no complete checkpoint"),
         ("first-order --picture s.gif", "s.gif must end in .pdf, .png or .svg"),
-        ("first-order --picture s.png", "no factors to draw"),
+        ("first-order --picture s.png", "no factors to plot"),
         ("", "path"),
         ("--path run", "--path is positional; write only the value of path"),
     ],

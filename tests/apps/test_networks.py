@@ -141,7 +141,10 @@ def test_a_network_that_cannot_learn_the_data_is_one_line(file, tmp_path, capfd,
 def test_classes_of_a_function_without_classes_are_refused(file, capsys):
     """Oracle: the message, written out."""
     assert plan.main([f"--model={file}:fixed", "--classes=3", "--ranks=2"]) == 2
-    assert "classes=3 needs a parameter named classes; " in capsys.readouterr().err
+    assert (
+        "classes=3 needs a network with a parameter named classes, unlike "
+        in capsys.readouterr().err
+    )
 
 
 VIT_L = """

@@ -53,7 +53,8 @@ def test_ctrl_c_writes_a_checkpoint_and_stops(alone, tmp_path):
     assert errors.startswith("mpikfac: Ctrl-C: stopping after this step, with a checkpoint; ")
     found = mpikfac.find_checkpoint(mpikfac.world(), tmp_path / "run" / "checkpoints")
     *_, last = output.splitlines()
-    assert last.startswith(f"stopped after {found.step} steps (Ctrl-C); --resume auto continues")
+    remedy = "to continue, start the run again with --resume auto"
+    assert last.startswith(f"stopped after {found.step} steps (Ctrl-C); {remedy}")
     assert last.endswith("; exit code 75 is intended, whatever the launcher prints below")
     again = alone("--epochs=9999", "--resume=auto", f"--max_steps={found.step + 1}")
     assert "complete after" in again.communicate(timeout=paced(240))[0]

@@ -217,9 +217,9 @@ def test_fronts_are_those_of_choices_with_the_same_numbers():
     [
         ("--picture=x.svg", "picture=x.svg needs search=true"),
         ("--search --picture=x.txt", "x.txt must end in .pdf, .png or .svg"),
-        ("--search --preconditioner=null", "set preconditioner, not null"),
-        ("--search --strategy=dp-kfac,sgd,stale-inverse", "the results of one process"),
-        ("--search --strategy=hybrid --ranks=7", "hybrid needs a number of ranks that"),
+        ("--search --preconditioner=null", "so preconditioner must not be null"),
+        ("--search --strategy=dp-kfac,sgd,stale-inverse", "the same results as a single process"),
+        ("--search --strategy=hybrid --ranks=7", "hybrid also needs a number of ranks that"),
         ("--search --strategy=spd-kfac --transport.virtual_ranks=4", "virtual_ranks=None, not 4"),
         ("--search --model=resnet20", "only for: resnet101, resnet152, resnet50"),
         ("--search --strategy=kfac-lw --transport.overlap", "overlap=True needs"),

@@ -283,7 +283,7 @@ def test_a_model_of_ones_own_is_planned(tmp_path, capsys, more, layers):
         ("own.py", "own.py does not name a function; try own.py:FUNCTION"),
         (
             "own.py:build --classes 3",
-            "classes=3 needs a parameter named classes; own.py:build has none",
+            "classes=3 needs a network with a parameter named classes, unlike own.py:build",
         ),
     ],
 )

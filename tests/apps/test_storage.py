@@ -172,7 +172,7 @@ def test_lines_that_somebody_cuts_off_are_told(tmp_path, undisturbed, monkeypatc
     run = tmp_path / "run"
     assert disturbed_run(run, monkeypatch, with_cut_metrics) == 0
     lost = (tmp_path / "cut").stat().st_size
-    told = f"metrics.jsonl has 0 of the {lost} bytes that were counted: lines are lost"
+    told = f"metrics.jsonl has only 0 of the {lost} bytes that were written: lines have been lost"
     assert (run / "log.txt").read_text().count(told) == 1
     steps = [row["step"] for row in rows(run)]
     assert steps and steps == [row["step"] for row in undisturbed][-len(steps) :]
@@ -289,7 +289,7 @@ def test_lost_lines_of_metrics_are_told(tmp_path, undisturbed):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:2]))
     assert train.main([*OPTIONS, f"--run_dir={run}"]) == 0
-    assert "bytes that were counted: lines are lost" in (run / "log.txt").read_text()
+    assert "bytes that were written: lines have been lost" in (run / "log.txt").read_text()
     kept = [row["step"] for row in rows(run)]
     assert kept == [row["step"] for row in undisturbed[:2] + undisturbed[len(lines) :]]
 

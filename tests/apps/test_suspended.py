@@ -81,7 +81,7 @@ def test_a_stop_of_all_ranks_takes_no_time_and_a_rank_that_stays_stopped_ends_th
         return
     assert job.returncode == 0, errors
     log = (run / "log.txt").read_text()
-    told = [int(seconds) for seconds in re.findall(r"stopped for (\d+) s, which", log)]
+    told = [int(seconds) for seconds in re.findall(r"was stopped for (\d+) s; this", log)]
     if case.who in (None, 0):
         assert sum(told) == pytest.approx(case.seconds, abs=paced(1.5)), log
     assert "complete after 9 steps" in log

@@ -121,7 +121,7 @@ def test_volumes_are_normalised_by_channel():
         (
             np.ones((8, 8, 8)),
             np.zeros((8, 8, 8)),
-            "data.size=4: a half of 8x4x8 voxels contains no",
+            r"data.size=4: a half of the volume \(8x4x8 voxels\) contains no",
         ),
         (np.ones((8, 6, 8)), np.ones((8, 6, 8)), "use a smaller size"),
     ],

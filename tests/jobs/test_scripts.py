@@ -92,7 +92,8 @@ def test_a_run_that_lost_a_host_is_not_complete_although_mpirun_returns_0(tmp_pa
         (tmp_path / RUN / "lock").touch()
     job = run(tmp_path, name)
     assert job.returncode == lost
-    told = f"{RUN}/lock is left: the run was ended from outside, perhaps because a host was lost\n"
+    why = "the run was ended from outside, perhaps because a host was lost"
+    told = f"{RUN}/lock still exists: {why}\n"
     assert job.stderr == (told if lost else "")
 
 

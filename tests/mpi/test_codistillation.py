@@ -278,9 +278,9 @@ def test_states_that_do_not_fit_are_refused_on_all_ranks(comm):
     steps = {"codistillation/steps": 4 + codistillation.number}
     lacking = {name: item for name, item in state.items() if "5.bias" not in name}
     for wrong, text in (
-        ({}, "item 'codistillation/steps' must be a number; it is missing"),
+        ({}, "item 'codistillation/steps' is missing; it must be a number"),
         ({**state, "codistillation/steps": -1}, "must be a whole number >= 0"),
-        (lacking, r"item 'codistillation/peers/\d/5.bias' must be float64 \[5\]; it is missing"),
+        (lacking, r"item 'codistillation/peers/\d/5.bias' is missing; it must be float64 \[5\]"),
         (state | steps, "ranks disagree on codistillation/steps: 4 on rank 0, 5 on rank"),
     ):
         with pytest.raises(mpikfac.UserError, match=text):

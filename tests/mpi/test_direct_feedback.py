@@ -166,5 +166,5 @@ def test_what_does_not_fit_is_refused_in_a_line(comm):
         model(problem.batch(0)[0][:12])
     model = perceptron()
     DirectFeedback(FirstOrderTrainer(model, problem.plain_sgd(model), comm), ["1", "4"])
-    with pytest.raises(ValueError, match="the last block ends with the model; remove its end"):
+    with pytest.raises(ValueError, match="the end of the model must not be in ends; remove it"):
         model(torch.zeros(2, 6, dtype=torch.float64, device=problem.DEVICE))

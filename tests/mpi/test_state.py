@@ -229,7 +229,7 @@ def replaced(name, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("trainer/steps"), "item 'trainer/steps' must be a number; it is missing"),
+        (without("trainer/steps"), "item 'trainer/steps' is missing; it must be a number"),
         (
             replaced("model/5.weight", torch.ones(5, 37)),
             "item 'model/5.weight' must be float64 [5, 36]; it is float32 [5, 37]",

@@ -243,7 +243,7 @@ def test_no_step_follows_close(comm):
     kfac = trainer(comm, None, "eigen")
     kfac.close()
     kfac.close()
-    with pytest.raises(ValueError, match=r"take no steps after close\(\)"):
+    with pytest.raises(ValueError, match=r"do not call step\(\) after close\(\)"):
         problem.run(kfac, comm, [0])
 
 

@@ -307,7 +307,9 @@ def test_factors_without_a_batch_are_refused():
     model = nn.Sequential(nn.Flatten(), nn.Linear(18, 3)).double()
     model.add_module("unused", nn.Identity())
     model.unused.inner = nn.Linear(2, 2).double()
-    with pytest.raises(mpikfac.UserError, match=r"unused\.inner\.A' does not contain a batch"):
+    with pytest.raises(
+        mpikfac.UserError, match=r"unused\.inner\.A' has not been updated with a batch"
+    ):
         Curvature.of(trained(model))
 
 

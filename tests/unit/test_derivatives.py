@@ -280,5 +280,5 @@ def test_a_pass_inside_of_a_transform_alone_is_refused_by_its_cause():
     model = nn.Linear(2, 1).double()
     optimizer = mpikfac.KFACOptimizer(model)
     vmap(model)(torch.randn(6, 2).double()).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"outside of torch\.func's transforms"):
+    with pytest.raises(RuntimeError, match=r"outside of torch\.func transforms"):
         optimizer.step()

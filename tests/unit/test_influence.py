@@ -248,7 +248,7 @@ def test_more_queries_than_memory_are_refused(monkeypatch):
     curvature, data = Curvature.of(kfac), batch(2)
     kfac.model.eval()
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 6_399, "SC_PHYS_PAGES": 1}.get)
-    message = r"2 queries with 80 parameters need 6,400 bytes .* pass at most 1 at a time"
+    message = r"2 queries with 80 parameters need 6,400 bytes of memory .* pass at most 1 at a time"
     with pytest.raises(mpikfac.UserError, match=message):
         influence(curvature, losses, [], data)
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 6_400, "SC_PHYS_PAGES": 1}.get)

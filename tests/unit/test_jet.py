@@ -214,7 +214,7 @@ def test_mixed_derivatives_by_polarisation():
         (lambda x: x[2], "points before `jet`"),
         (lambda x: x[..., 0, 0], "points before `jet`"),
         (lambda x: x.sum(), r"dim=0 of a jet must be in \[1, 2\)"),
-        (lambda x: torch.cat([x, x]), "points cannot mix"),
+        (lambda x: torch.cat([x, x]), "operations must not mix points"),
         (lambda x: torch.stack([x, x], 3), "dim=3 of a jet"),
         (lambda x: x @ x, "only be multiplied by a matrix"),
         (lambda x: F.linear(x[:, 0], MATRIX.double()), "needs a jet"),

@@ -118,7 +118,10 @@ def changed(**values):
         (changed(between={"latency": "1", "bandwidth": 1}), "between.latency='1' must be a finite"),
         (changed(ranks_per_node=0), "ranks_per_node=0 must be a whole number >= 1"),
         (changed(products=[[1]]), "products must be a list of pairs of numbers"),
-        (changed(products=[], networks=[BARE]), "model='a' has no time for precondition"),
+        (
+            changed(products=[], networks=[BARE]),
+            "the entry for model='a' in networks lacks 'precondition'",
+        ),
         (changed(library="MyMPI"), "library='MyMPI' must be one of Open MPI, MPICH"),
         (changed(hidden=2), "hidden=2 must be a number from -10 to 1"),
         (changed(networks=None), "networks is None, not a list"),

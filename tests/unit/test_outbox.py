@@ -250,5 +250,6 @@ def test_an_outbox_that_others_leave_alone_is_closed_with_an_error(line, monkeyp
 def test_nothing_can_be_put_into_a_closed_outbox(line, outbox):
     """Oracle: the error; without the error nobody would send the awaited message."""
     outbox.close()
-    with pytest.raises(RuntimeError, match=r"comes after close\(\); take no steps after close\(\)"):
+    told = r"was started after close\(\); do not call step\(\) after close\(\)"
+    with pytest.raises(RuntimeError, match=told):
         outbox.put(0, 0, line.pieces("late", 1))

@@ -469,8 +469,8 @@ def without_parameters(model, x):
 
 
 BAD_RESIDUALS = {
-    double_backward: "takes a backward pass through layer .*mpikfac.lab.jet",
-    transformed: "under torch.func, which hides the derivatives .*mpikfac.lab.jet",
+    double_backward: "runs a backward pass through layer .*mpikfac.lab.jet",
+    transformed: "inside a torch.func transform, so .* the derivatives; .*mpikfac.lab.jet",
     around_the_layer: "'first.weight' differs from autograd's .* only by calling its layer",
     dependent: "differs from autograd's",
     middle_column: "'first.weight' differs from autograd's",

@@ -343,7 +343,7 @@ def test_the_remedy_of_an_unseen_layer_can_be_pasted(caplog):
     x = torch.randn(3, 2, 4)
     (model[0](x).sum() + F.linear(x, attention.out_proj.weight).square().sum()).backward()
     optimizer.step()
-    assert "layer '1.out_proj' has a gradient, but K-FAC saw no call" in caplog.text
+    assert "layer '1.out_proj' has a gradient, but K-FAC recorded no call" in caplog.text
     coverage = pasted(caplog.text)
     assert coverage.skip == ["1"]
     assert names(KFACOptimizer(model, coverage=coverage)) == ["0"]

@@ -89,7 +89,7 @@ def test_a_layer_with_a_gradient_and_no_statistics_is_named_once(way, caplog):
     kfac = trainer(model)
     for seed in range(2):
         learn(kfac, seed=seed)
-    told = [r.getMessage() for r in caplog.records if "saw no call" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "recorded no call" in r.getMessage()]
     assert len(told) == 1 and told[0].startswith(f"layer {name!r} has a gradient")
 
 
@@ -193,7 +193,9 @@ def test_a_row_for_all_examples_is_warned_of_by_name(caplog):
             kfac.step()
         told = [r.getMessage() for r in caplog.records if "numbers of examples" in r.getMessage()]
         assert len(told) == (not skip)
-    assert "of one batch: 1 examples by 'positions'; 8 examples by 'words', 'head'. " in told[0]
+    assert (
+        "from the same batch: 1 examples by 'positions'; 8 examples by 'words', 'head'. " in told[0]
+    )
 
 
 def test_a_batch_of_one_example_is_no_mistake(caplog):
@@ -241,7 +243,7 @@ def test_layers_with_examples_of_their_own_are_not_warned_of(caplog):
         F.cross_entropy(kfac.model(x), y.repeat_interleave(3)).backward()
         kfac.step()
         found.append(averages(kfac))
-        told = "of one batch: 8 examples by 'backbone'; 24 examples by 'head'."
+        told = "from the same batch: 8 examples by 'backbone'; 24 examples by 'head'."
         assert caplog.text.count(told) == (not own)
     for mine, theirs in zip(*found):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
@@ -365,7 +367,7 @@ def test_a_newer_trainer_detaches_the_older_one(caplog):
     hooks = len(model[0]._forward_hooks)
     second = trainer(model)
     assert len(model[0]._forward_hooks) == hooks == 1
-    assert "the model's older KFAC is detached" in caplog.text
+    assert "the model's previous KFAC has been detached" in caplog.text
     learn(second)
     with pytest.raises(RuntimeError, match="no covered layer took part"):
         learn(first)
@@ -547,7 +549,7 @@ def test_a_loaded_statistic_outlives_a_batch_of_nan():
 @pytest.mark.parametrize(
     ("outputs", "told"),
     [
-        (torch.zeros(4, 1), "a cross-entropy of 1 output"),
+        (torch.zeros(4, 1), "the cross-entropy of a single output"),
         (torch.full((4, 3), 1 / 3), "probabilities"),
     ],
 )
@@ -988,7 +990,11 @@ def test_a_gradient_that_no_call_makes_is_told_once(penalty, dtype, caplog):
             loss = F.cross_entropy(model(some), labels) + PENALTIES[penalty](model, some)
             (loss / 2).backward()
         kfac.step()
-    told = [r.getMessage() for r in caplog.records if "not that of the module's calls" in r.msg]
+    told = [
+        r.getMessage()
+        for r in caplog.records
+        if "differs from the one computed from the module's calls" in r.msg
+    ]
     assert len(told) == (penalty != "none")
     assert all(line.startswith("layer '0': ") for line in told)
 
@@ -1004,7 +1010,7 @@ def test_three_passes_are_compared(first, warnings, caplog):
         penalty = PENALTIES["of weights"](model, x) if number >= first else 0.0
         (F.cross_entropy(model(x), y) + penalty).backward()
         kfac.step()
-    assert caplog.text.count("not that of the module's calls") == warnings
+    assert caplog.text.count("differs from the one computed from the module's calls") == warnings
 
 
 class Cells(nn.Module):
@@ -1088,7 +1094,11 @@ def test_gradients_of_all_kinds_of_layers_are_compared(kind, penalised, dtype, c
         kfac.optimizer.zero_grad()
         (model(x).float().square().mean() + WEIGHTS[penalised](weights)).backward()
         kfac.step()
-    told = [r.getMessage() for r in caplog.records if "not that of the module's calls" in r.msg]
+    told = [
+        r.getMessage()
+        for r in caplog.records
+        if "differs from the one computed from the module's calls" in r.msg
+    ]
     assert len(told) == (penalised != "none"), told
 
 

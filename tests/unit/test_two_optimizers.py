@@ -74,7 +74,7 @@ def test_what_the_optimizer_lacks_is_named(caplog):
     """Oracle: the log, once."""
     model = network()
     KFAC(model, torch.optim.SGD([*model[0].parameters(), *model[3].parameters()], lr=0.1), COMM)
-    told = [text for text in caplog.messages if "the optimizer does not have" in text]
+    told = [text for text in caplog.messages if "the optimizer does not contain" in text]
     assert len(told) == 1 and "1.weight, 1.bias: no step changes them" in told[0]
 
 

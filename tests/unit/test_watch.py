@@ -189,7 +189,8 @@ def test_a_watch_that_fails_says_so():
     broken = "watch.Watch._receive = None\ntime.sleep(1)"
     found = ended(1, "2", after=broken, env={"MPIKFAC_WATCHDOG_TIMEOUT": "60"})
     assert found.returncode == 0
-    line = "mpikfac: the watch of rank 0 has failed, so hangs are not detected: TypeError: "
+    told = "so hangs are no longer detected: TypeError: "
+    line = f"mpikfac: the watchdog thread of rank 0 has failed, {told}"
     assert found.stderr.count(line) == 1, found.stderr
 
 

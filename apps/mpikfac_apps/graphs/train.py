@@ -156,7 +156,10 @@ class GraphWork(Work):
             for name, rows in late.items():
                 rows.copy_(torch.as_tensor(checkpoint[name]))
         elif self._comm.rank == 0:
-            log.warning("delayed rows restart from 0; they need the same number of ranks as before")
+            log.warning(
+                "delayed rows restart from 0, because the checkpoint has none for %d ranks",
+                self._comm.size,
+            )
 
     def _late_rows(self) -> dict[str, Tensor]:
         """Return delayed rows, by names that contain the rank and the number of ranks."""

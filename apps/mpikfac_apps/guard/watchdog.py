@@ -139,7 +139,10 @@ class Watchdog:
         told, counts = 0.0, True
         while not self._closed.wait(TICK):
             if self.clock.stopped - told > TOLD:
-                log.info("stopped for %.0f s, which do not count", self.clock.stopped - told)
+                log.info(
+                    "the process was stopped for %.0f s; this time does not count",
+                    self.clock.stopped - told,
+                )
                 told = self.clock.stopped
             if counts and not self.clock.runs:
                 counts = False

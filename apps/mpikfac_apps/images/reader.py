@@ -121,7 +121,7 @@ class ImageReader:
         if len(self._broken) > self.most:
             raise mpikfac.UserError(
                 f"{image} cannot be decoded: {self._broken[image]}; repair or delete the file, or "
-                f"allow more than data.max_broken_images={self.most}"
+                f"raise data.max_broken_images (now {self.most})"
             )
 
     def share_broken(self, comm: mpikfac.comm.Comm) -> None:

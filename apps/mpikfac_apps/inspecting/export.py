@@ -95,7 +95,7 @@ def factors(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, np.ndarray]:
     """
     layers = spectra.layers(checkpoint)
     if not layers:
-        raise ValueError(f"{checkpoint.path} has no factors; its run kept none")
+        raise ValueError(f"{checkpoint.path} has no factors, because its run did not store any")
     return {
         f"{layer}.{side}": factor.numpy()
         for layer in layers

@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = INSPECT.read(argv)
         checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
         if options.picture and not spectra.layers(checkpoint):
-            raise ValueError(f"{checkpoint.path} has no factors to draw; its run kept none")
+            raise ValueError(
+                f"{checkpoint.path} has no factors to plot, because its run did not store any"
+            )
         faults = faults_of(checkpoint)
         sections = [heading(checkpoint), shards(checkpoint, faults), contents(checkpoint)]
         layer_spectra = [] if any(faults.values()) else spectra.of(checkpoint)

@@ -106,13 +106,13 @@ def _check_frozen(options: Options, ranks: int) -> None:
         (
             spared,
             f"refresh=owners, not {strategy.refresh.name}",
-            "curvature servers know only the layers from the start",
+            "curvature servers handle only the layers that are trained from the start",
         ),
         (choices.split, f"split_layers=[], not {choices.split}", "layers are split at the start"),
         (
             choices.strategy == AUTO,
             "a named strategy, not auto",
-            "auto depends on the trained layers",
+            "the strategy that auto selects depends on which layers are trained",
         ),
     ):
         if wrong:
@@ -128,11 +128,15 @@ def _check_groups(options: Options, ranks: int) -> None:
     sync, adapt = strategy.sync, options.kfac.damping_adapt
     for wrong, need, why in (
         (options.shrink, "shrink=false, not true", "the remaining ranks cannot form equal groups"),
-        (options.patience, f"patience=null, not {options.patience}", "groups end together"),
+        (
+            options.patience,
+            f"patience=null, not {options.patience}",
+            "all groups must end at the same time",
+        ),
         (
             sync.local_steps or not sync.waits_for_all,
             f"sync=synchronous, not {sync.name}",
-            "a group has one model",
+            "all ranks of a group must have the same model",
         ),
         (
             options.quadratic,
@@ -146,8 +150,8 @@ def _check_groups(options: Options, ranks: int) -> None:
         ),
         (
             task.loss_name != "cross-entropy",
-            f"a model of classes, not model={options.model}",
-            "peers predict classes",
+            f"a classifier, not model={options.model}",
+            "a group learns from its peers' class probabilities",
         ),
     ):
         if wrong:
@@ -159,7 +163,7 @@ def check_data(data: DataOptions) -> None:
     entry = source(data.name)
     if entry.needs and getattr(data, entry.needs[0]) is None:
         key, meaning = entry.needs
-        raise ValueError(f"data.{key}=null: {data.name} needs {meaning}")
+        raise ValueError(f"data.name={data.name} needs data.{key}, {meaning}")
     for key in ("path", "size", "classes", "workers", "max_broken_images", "cache"):
         value, takers = getattr(data, key), [n for n, s in DATASETS.items() if key in s.takes]
         if value is not None and data.name not in takers:
@@ -282,8 +286,8 @@ def _check_schedule(options: Options) -> None:
     epochs = options.decay_epochs
     if (options.schedule == "step") != bool(epochs):
         raise ValueError(
-            f"decay_epochs={epochs} with schedule={options.schedule}: schedule=step needs epochs "
-            "at which to decay, and the other schedules need []"
+            f"decay_epochs={epochs} does not match schedule={options.schedule}: schedule=step "
+            "needs at least one epoch, and all other schedules need []"
         )
     if options.schedule != "step" and options.decay_factor != Options.decay_factor:
         raise ValueError(

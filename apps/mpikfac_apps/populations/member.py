@@ -128,7 +128,9 @@ class Member:
             except mpikfac.UserError as error:
                 if self.comm.size > 1:  # others may be blocked in a collective
                     raise
-                log.warning("a member stops until the next selection replaces it: %s", error)
+                log.warning(
+                    "a member has stopped training; the next selection replaces it: %s", error
+                )
                 self.lost = True
         with torch.no_grad():
             return loss.detach(), problem.task.measured(outputs, targets)

@@ -254,6 +254,8 @@ def shapes_of(
     """
     entry = network(name)
     if classes is not None and "classes" not in entry.takes:
-        raise ValueError(f"classes={classes} needs a parameter named classes; {name} has none")
+        raise ValueError(
+            f"classes={classes} needs a network with a parameter named classes, unlike {name}"
+        )
     model = skeleton(name, classes)
     return mpikfac.layers.covered_shapes(model, coverage or mpikfac.Coverage(covers=entry.covers))

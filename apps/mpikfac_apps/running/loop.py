@@ -185,7 +185,7 @@ class Loop(ABC):
         if not stopped and self.votes.troubled():
             raise mpikfac.UserError(
                 f"a value in step {steps}, the last step, was not finite, so no checkpoint is "
-                f"written; try a smaller lr than {self.rate}"
+                f"written; try an lr below {self.rate}"
             )
         self.guard.requests.ignore_signals()
         self.save(last=True)
@@ -204,7 +204,10 @@ class Loop(ABC):
         code = self.options.exit_code
         # Open MPI reports every code except 0 as a failure.
         note = f"; exit code {code} is intended, whatever the launcher prints below" if code else ""
-        log.info("stopped after %d steps (%s); --resume auto continues%s", steps, why, note)
+        log.info(
+            "stopped after %d steps (%s); to continue, start the run again with --resume auto%s",
+            *(steps, why, note),
+        )
         return code
 
     # -- records ---------------------------------------------------------------------------------

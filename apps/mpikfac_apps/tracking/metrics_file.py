@@ -87,7 +87,7 @@ class MetricsFile:
         if (on_disk := self._end()) < counted:
             self._file.truncate(self._content().rfind(b"\n") + 1)
             log.warning(
-                "metrics.jsonl has %d of the %d bytes that were counted: lines are lost",
+                "metrics.jsonl has only %d of the %d bytes that were written: lines have been lost",
                 *(on_disk, counted),
             )
         elif on_disk > counted and not self._content().endswith(b"\n"):

@@ -252,8 +252,7 @@ class Run(Loop):
         results, measure = problem.evaluate(model), problem.task.measure
         if not math.isfinite(results["loss"]):
             log.warning(
-                "the test loss is %s after step %d; check the test data, or try a smaller lr "
-                "than %s",
+                "the test loss is %s after step %d; check the test data, or try an lr below %s",
                 *(results["loss"], self.trainer.steps, self.options.rate),
             )
         self.row(**numbers, **{f"test_{key_of(name)}": value for name, value in results.items()})
@@ -277,7 +276,7 @@ class Run(Loop):
         """Warn once if the loss has grown far above the first one."""
         if self.record and loss > GROWTH * self._first_loss > 0:
             log.warning(
-                "the loss is %s after step %d, but was %s at first; try a smaller lr than %s",
+                "the loss is %s after step %d, but was %s at first; try an lr below %s",
                 *(f"{loss:.3g}", self.trainer.steps),
                 *(f"{self._first_loss:.3g}", self.options.rate),
             )

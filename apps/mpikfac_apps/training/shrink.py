@@ -62,7 +62,7 @@ def save_what_is_left(run: Run) -> None:
         run.set_rate(step)  # some ranks may already have started the next step
         items = run.state()
     names = {name for held in comm.allgather(list(items)) for name in held}
-    lost = "no complete state is confirmed"
+    lost = "no complete state could be verified on the remaining ranks"
     if comm.size > 1 and names and not trainer.missing(names):
         counted = run.meter.state()
         try:

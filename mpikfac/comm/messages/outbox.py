@@ -81,7 +81,7 @@ class Outbox:
         with self._changed:
             if self._closed:
                 raise RuntimeError(
-                    f"message {number} comes after close(); take no steps after close()"
+                    f"message {number} was started after close(); do not call step() after close()"
                 )
             if number in self._letters:
                 raise ValueError(f"message {number} is already being sent")

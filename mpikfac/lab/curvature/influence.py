@@ -166,9 +166,9 @@ def _check_size(owners: Owners, queries: int) -> None:
     if needed > memory or (len(counts) > 1 and elements > MAX_COUNT):
         most = sum(counts) * min(memory * elements, MAX_COUNT * needed) // (needed * elements)
         raise UserError(
-            f"{sum(counts)} queries with {parameters:,} parameters need {needed:,} bytes on each "
-            f"rank, which has {memory:,}, and messages of {elements:,} elements, where the maximum "
-            f"is {MAX_COUNT:,}; pass at most {most} at a time"
+            f"{sum(counts)} queries with {parameters:,} parameters need {needed:,} bytes of memory "
+            f"on each rank, which has {memory:,}, and messages of {elements:,} elements, where the "
+            f"maximum is {MAX_COUNT:,}; pass at most {most} at a time"
         )
 
 

@@ -62,8 +62,9 @@ def evidence_prior(curvature: Curvature, examples: int) -> float:
         ratio = gamma / (prior * squares) if squares else math.inf
         if not FEW < prior * ratio < MANY:
             raise UserError(
-                f"the evidence has no maximum: the weights have the squared norm {squares:.3g}, "
-                f"and the data determine {gamma:.3g} of them; set the prior precision to a number"
+                f"the evidence has no maximum: the squared norm of the weights is {squares:.3g}, "
+                f"and the data determine {gamma:.3g} of the weights; pass a number as the prior "
+                f"precision"
             )
         change = math.log(ratio) / 2
         prior *= math.exp(change)

@@ -68,7 +68,9 @@ def factors(layer: Layer, items: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     names = _factor_names(layer, items)
     for name in (name for of_side in names.values() for name in of_side):
         if not items[_weight_of(name)]:
-            raise ValueError(f"{name!r} does not contain a batch yet; use a later checkpoint")
+            raise ValueError(
+                f"{name!r} has not been updated with a batch yet; use a later checkpoint"
+            )
     return {side: [unfold_triangle(items[n]) for n in names[side]] for side in names}
 
 

@@ -99,9 +99,7 @@ class DirectFeedback:
                 "direct feedback needs the same number of examples in the outputs of all blocks"
             )
         if len(outputs) and any(outputs.data_ptr() == y.data_ptr() for _, y in ends):
-            raise ValueError(
-                "direct feedback: the last block ends with the model; remove its end from ends"
-            )
+            raise ValueError("direct feedback: the end of the model must not be in ends; remove it")
         signs = [self._signs_of(number, y, outputs.shape[1]) for number, y in ends]
         return _Connect.apply(outputs, signs, *(y for _, y in ends))  # type: ignore[no-untyped-call]
 

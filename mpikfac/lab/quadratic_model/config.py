@@ -24,7 +24,8 @@ class QuadraticModel(Grafting):
         for needs, why in (
             (
                 {"assignment.shard_optimizer": False},
-                "the quadratic model multiplies the whole step by derivatives of the outputs",
+                "the quadratic model needs the whole step on every rank, to multiply it by "
+                "derivatives of the outputs",
             ),
             (
                 {"clip": None},

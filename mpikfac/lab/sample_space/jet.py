@@ -329,7 +329,9 @@ def _dimension(dim: int, ndim: int) -> int:
         NotImplementedError: the dimension is that of the points.
     """
     if not -ndim < dim < ndim or dim == 0:
-        raise NotImplementedError(f"dim={dim} of a jet must be in [1, {ndim}); points cannot mix")
+        raise NotImplementedError(
+            f"dim={dim} of a jet must be in [1, {ndim}), because operations must not mix points"
+        )
     return dim % ndim + 1
 
 

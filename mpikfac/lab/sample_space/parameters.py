@@ -131,9 +131,9 @@ def _covered(model: nn.Module, also: Sequence[Tensor]) -> dict[str, nn.Linear]:
         if parameter.requires_grad and id(parameter) not in known:
             owner = model.get_submodule(name.rpartition(".")[0])
             raise ValueError(
-                f"parameter {name!r} of a {type(owner).__name__} cannot be trained, only those of "
-                f"torch.nn.Linear can: freeze it with requires_grad_(False), or pass it in "
-                f"also=[...] if it has few elements"
+                f"parameter {name!r} of a {type(owner).__name__} cannot be trained, because only "
+                f"those of torch.nn.Linear can; freeze it with requires_grad_(False), or pass it "
+                f"in also=[...] if it has few elements"
             )
     return layers
 

@@ -143,8 +143,8 @@ class Tape:
     ) -> None:
         if in_transform():
             raise ValueError(
-                f"term {self._term.name!r} calls layer {name!r} under torch.func, which hides the "
-                f"derivatives from the layer; use those of model(mpikfac.lab.jet(x))"
+                f"term {self._term.name!r} calls layer {name!r} inside a torch.func transform, so "
+                f"the layer cannot see the derivatives; use those of model(mpikfac.lab.jet(x))"
             )
         (x,) = (*inputs, *named.values())
         streams, out = (x.streams, out.streams) if isinstance(x, Jet) else (x[:, None], out)
@@ -166,8 +166,8 @@ class Tape:
     def _on_gradient(self, name: str, call: TapedCall, g: Tensor) -> None:
         if self.column is None:
             raise ValueError(
-                f"term {self._term.name!r} takes a backward pass through layer {name!r}, which "
-                f"hides part of the weight's gradient; use the derivatives of "
+                f"term {self._term.name!r} runs a backward pass through layer {name!r}, so part "
+                f"of the weight's gradient would be missed; use the derivatives of "
                 f"model(mpikfac.lab.jet(x))"
             )
         call.gradients[self.column] = g.detach().reshape(*call.a.shape[:2], -1)

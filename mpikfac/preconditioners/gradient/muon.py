@@ -21,8 +21,8 @@ def form_of(name: str, grafting: str) -> Form:
             "preconditioner",
             (name,),
             {"diagonal": ""},
-            "an embedding and a scale are not matrices; with coverage=mpikfac.Coverage("
-            "skip=[...]) the layer takes Adam's step",
+            "embeddings and scales are not matrices; skip the layer with coverage=mpikfac.Coverage("
+            "skip=[...]), so that it takes Adam's step",
         ),
         Combination(
             "preconditioner",

@@ -21,13 +21,13 @@ NEEDS = (
         "preconditioner",
         ("soap",),
         {"relative": True},
-        "the damping is relative to the mean eigenvalue, and to the root mean square",
+        "SOAP uses the damping as a multiple of the mean eigenvalue and of the root mean square",
     ),
     Combination(
         "grafting",
         ("adam-in-eigenbases",),
         {"preconditioner": "soap"},
-        "no other preconditioner steps in eigenbases",
+        "only SOAP takes Adam's step in eigenbases",
     ),
 )
 

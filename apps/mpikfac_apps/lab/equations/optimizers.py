@@ -45,7 +45,7 @@ def sample_space(task: EquationTask, comm: mpikfac.comm.Comm) -> Step:
     most, (inside, given) = mpikfac.lab.SampleSpace.most_residuals, task.counts
     if inside + given > most:
         raise ValueError(
-            f"--points {inside} with {given} given values is too much for sample-space, which "
+            f"--points {inside} and {given} given values are too many for sample-space, which "
             f"supports {most} in total; pass fewer points, or another --optimizer"
         )
     steps = mpikfac.lab.SampleSpace(task.model, task.terms, also=task.unknown, comm=comm)

@@ -173,8 +173,8 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
         "  other messages, which no batch hides; step, exposed: the step as simulated,",
         "  and the part in which a rank does nothing but communicate.",
         "overlap: whether messages are sent during the backward pass; the faster way is advised",
-        "images: the minimum number of images per rank that take as long to compute as overlapped "
-        "messages",
+        "images: the minimum number of images per rank whose computation takes as long as the "
+        "overlapped messages",
     ]
 
 

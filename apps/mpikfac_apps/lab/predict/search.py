@@ -59,15 +59,16 @@ def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list
     """
     if options.preconditioner is None:
         raise ValueError(
-            "search=true compares strategies with one preconditioner; set preconditioner, not null"
+            "search=true compares strategies with the same preconditioner, so preconditioner must "
+            "not be null"
         )
     network, groups = network_of(options), dict[Hashable, list[Row]]()
     every = dict.fromkeys(options.ranks)
     rows = [row for ranks in every for row in variants(options, network, ranks, machine, WIRES)]
     if all("left_out" in row for row in rows):
         none = (
-            "search=true needs a strategy with the results of one process on all images; hybrid "
-            "needs a number of ranks that is not prime"
+            "search=true needs a strategy with the same results as a single process on all images; "
+            "hybrid also needs a number of ranks that is not prime"
         )
         raise ValueError(rows[0]["left_out"] if rows else none)
     for row in rows:

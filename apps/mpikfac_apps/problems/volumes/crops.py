@@ -58,8 +58,8 @@ class Volume:
         named = (classes > 0).flatten(1).any(1)
         if not named.any():
             raise ValueError(
-                f"data.size={size}: a half of {'x'.join(map(str, self.voxels.shape))} voxels "
-                f"contains no crop with a class above 0; use a smaller size"
+                f"data.size={size}: a half of the volume ({'x'.join(map(str, self.voxels.shape))} "
+                f"voxels) contains no crop with a class above 0; use a smaller size"
             )
         return voxels[named, None], classes[named]
 

@@ -105,10 +105,10 @@ class Comparison:
         if other:
             further = len({*other}) - 1
             log.warning(
-                "layer %r%s: the gradient of the weight is not that of the module's calls, as with "
-                "a weight penalty, a gradient penalty, a hook on the weight, or F.linear(x, "
-                "layer.weight) outside of the module; factors include only the calls: use "
-                "weight_decay instead of a penalty, call the module, or train the layer "
+                "layer %r%s: the weight's gradient differs from the one computed from the module's "
+                "calls, as with a weight penalty, a gradient penalty, a hook on the weight, or "
+                "F.linear(x, layer.weight) outside of the module; factors include only the calls: "
+                "use weight_decay instead of a penalty, call the module, or train the layer "
                 "first-order with coverage=mpikfac.Coverage(skip=[...])",
                 other[0],
                 f" and {further} others" * (further > 0),

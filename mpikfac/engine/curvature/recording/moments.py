@@ -228,8 +228,8 @@ class Moments(Part):
             missing = "" if self.of_loss else "; call record(outputs) before the loss's backward()"
             raise RuntimeError(
                 f"no covered layer took part in the training passes before this step, so there are "
-                f"no statistics (a pass needs train() mode, a batch that is not empty, and "
-                f"backward(), outside of torch.func's transforms){missing}"
+                f"no statistics (a pass counts only in train() mode, with a nonempty batch, and if "
+                f"backward() is called outside of torch.func transforms){missing}"
             )
         seen = {name: name in self.recorded | self._finished for name in self._layers}
         left = [name for name in self._layers if name not in self._finished]
@@ -299,9 +299,9 @@ def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
         for number, names in sorted(sets.items())
     ]
     log.warning(
-        "layers saw different numbers of examples of one batch: %s. The first dimension of a "
-        "layer's input has to be the batch: where it is not, the layer's curvature is wrong and "
-        "depends on the number of ranks; use batch_first=True, or name such layers in "
+        "layers received different numbers of examples from the same batch: %s. The first "
+        "dimension of a layer's input must be the batch; if it is not, the layer's curvature is "
+        "wrong and depends on the number of ranks; use batch_first=True, or name such layers in "
         "coverage=mpikfac.Coverage(skip=[...]); name layers of experts, or of nodes of graphs, in "
         "part_of_batch=[...] (the loss is a mean over the batch), and layers of boxes in "
         "own_examples=[...] (the loss is a mean over the boxes)",
