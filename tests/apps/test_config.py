@@ -386,7 +386,7 @@ BAD = {
     "empty file": ("\n", "bad.yaml: the file must have lines of the form `key: value`"),
     "unknown in a file": ("lr: 1\nkfac:\n  foo: 1\n", "bad.yaml, line 3: unknown key kfac.foo; k"),
     "list for a key": ("? [a]\n: 1\n", "bad.yaml, line 1 is not YAML: found unhashable key"),
-    "null for a number": ("epochs: 1\nmomentum:\n", "momentum must be a finite number, not null"),
+    "null for a number": ("epochs: 1\nmomentum:\n", "momentum=null must be a finite number"),
     "bool for a count": ("epochs: true\n", "epochs=True must be a whole number >= 1"),
     "number for a name": (
         "optimizer: 1\n",

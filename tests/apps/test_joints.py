@@ -252,7 +252,7 @@ BAD = {
         "--vehicle=bicycel",
         "vehicle=bicycel must be one of bicycle, car, FILE.py:CLASS; did you mean bicycle?",
     ),
-    "no type": ("--vehicle=null", "vehicle must be one of bicycle, car, FILE.py:CLASS"),
+    "no type": ("--vehicle=null", "vehicle=null must be one of bicycle, car, FILE.py:CLASS"),
     "a number for a type": ("vehicle: 3\n", "vehicle=3 must be one of bicycle, car, FILE.py:CLASS"),
     "type without a name": ("--vehicle", "vehicle=true must be one of bicycle, car, FILE.py:CLASS"),
     "value of a type": (

@@ -157,8 +157,7 @@ class GraphWork(Work):
                 rows.copy_(torch.as_tensor(checkpoint[name]))
         elif self._comm.rank == 0:
             log.warning(
-                "delayed rows restart from 0, because the checkpoint has none for %d ranks",
-                self._comm.size,
+                "delayed rows restart from 0; to keep them, use the same number of ranks as before"
             )
 
     def _late_rows(self) -> dict[str, Tensor]:

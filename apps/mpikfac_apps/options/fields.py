@@ -137,7 +137,7 @@ class Leaf:
             ValueError: one line with key, value and bounds.
         """
         if value is None and not self.nullable:  # for example, from a line `lr:` in a file
-            raise ValueError(f"{self.key} must be {self.allowed}, not null")
+            raise ValueError(f"{self.key}=null must be {self.allowed}")
         value = value.numbers if isinstance(value, ByEpoch) else value
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, int | float):

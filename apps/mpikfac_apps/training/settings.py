@@ -154,7 +154,7 @@ def _check_groups(before: RunSettings, options: Options) -> None:
     """Check that the number of groups is unchanged, because groups resume with peers' weights."""
     groups, saved = options.codistillation.groups, before.given.get("groups", 1)
     if groups != saved:
-        raise ValueError(f"groups must be {saved}, as in the run that is resumed, not {groups}")
+        raise ValueError(f"groups={groups} must be {saved}, as in the run that is continued")
 
 
 def _check_code(options: Mapping[str, Any], named: Mapping[str, Any]) -> None:
