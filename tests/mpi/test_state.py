@@ -234,7 +234,10 @@ def replaced(name, value):
             replaced("model/5.weight", torch.ones(5, 37)),
             "item 'model/5.weight' must be float64 [5, 36]; it is float32 [5, 37]",
         ),
-        (without("kfac/bases/5.G.vectors"), "item 'kfac/bases/5.G.vectors' must be float64 [5, 5]"),
+        (
+            without("kfac/bases/5.G.vectors"),
+            "item 'kfac/bases/5.G.vectors' is missing; it must be float64 [5, 5]",
+        ),
         (
             replaced("kfac/weights/0.A", "much"),
             "item 'kfac/weights/0.A' must be float64 [1]; it is a str",
