@@ -176,7 +176,9 @@ def test_a_state_that_one_rank_lacks_is_loaded_by_none(comm):
     state = {name: torch.ones_like(v) if torch.is_tensor(v) else v for name, v in state.items()}
     if comm.rank == comm.size - 1:
         del state["sample/also/0"]
-    with pytest.raises(mpikfac.UserError, match="item 'sample/also/0' must be float64"):
+    with pytest.raises(
+        mpikfac.UserError, match="item 'sample/also/0' is missing; it must be float64"
+    ):
         steps.load_state_dict(state)
     assert torch.equal(flat(model, nu), before)
     steps.close()
