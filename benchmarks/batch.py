@@ -89,7 +89,7 @@ def draw_limit(panel: Axes, place: tuple[int, int], text: str, style: dict[str, 
     arrow = {"arrowstyle": "<-", "color": style["color"], "shrinkB": 4}
     panel.plot(*place, **hollow(style))
     panel.annotate("", xytext=(0, 22), arrowprops=arrow, **away)
-    panel.annotate(text, xytext=(4, -7), ha="right", va="top", color=style["color"], **away)
+    panel.annotate(text, xytext=(4, -12), ha="right", va="top", color=style["color"], **away)
 
 
 def draw_seconds(panel: Axes, known: dict[str, Any], styles: dict[str, dict[str, Any]]) -> None:
@@ -113,7 +113,6 @@ def draw_seconds(panel: Axes, known: dict[str, Any], styles: dict[str, dict[str,
                 textcoords="offset points",
                 ha="center",
                 va="bottom" if above else "top",
-                size=8,
             )
         panel.plot(ranks, [seconds for _, seconds, _ in heights], **style)
         bars_between(panel, ranks, heights, style)
@@ -129,7 +128,7 @@ def draw_seconds(panel: Axes, known: dict[str, Any], styles: dict[str, dict[str,
     panel.set(title="predicted at all ranks, for 1 Gbit/s (earlier model of messages)")
     panel.set(xlabel="ranks; beside points: batch, and K-FAC's strategy")
     panel.set(ylabel="seconds to the target; bars: range of steps")
-    panel.set(xlim=(ranks[0] / 1.6, 2 * ranks[-1]), ylim=(0.6, 28))
+    panel.set(xlim=(ranks[0] / 2.4, 2 * ranks[-1]), ylim=(0.6, 28))
     panel.set_xticks(ranks, [f"{count:,}" for count in ranks])
 
 

@@ -249,6 +249,7 @@ def draw(complete: dict[str, list[Run]], cost: dict[str, float]) -> None:
             left.plot(beside, bits[-1], **styles[way])
             if way in cost:
                 right.plot([step * cost[way] for step in steps], bits, **styles[way])
+        left.set_xticks(range(0, steps[-1] + 1, 60))
         left.set(title="by steps, with the range of seeds", xlabel="steps", ylim=(2, 5))
         left.set(ylabel="training bits per byte, mean over seeds 1 to 3")
         right.set(title="by time, where it was measured")

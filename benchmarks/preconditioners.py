@@ -292,6 +292,7 @@ def draw() -> None:
                     panel.annotate("*", (beside, max(ends)), ha="center")
             seeds = {len(chosen.runs) for chosen in curves.values()}
             panel.set(title=f"{title}, {listed(map(str, sorted(seeds)))} seeds")
+            panel.set_xticks(range(0, steps[-1] + 1, 60))
             panel.set(xlabel="steps", ylabel=f"{measure.axis}, mean over seeds", xlim=(0, None))
             panel.set_ylim(limits(measure, curves.values()))
             if measure.best is min:

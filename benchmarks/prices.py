@@ -333,7 +333,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         figure.suptitle(f"Predicted for {ranks} ranks of {machine}; none of it was measured")
         titles = {NETWORKS[name].title: styles[name] for name in networks}
         whole = hollow({"color": QUIET, "marker": "o", "linestyle": ""})
-        legend(figure, titles | {"hollow: every rank keeps the optimizer's state": whole})
+        legend(figure, titles | {"hollow: every rank keeps the optimizer's state": whole}, 2)
     path.write_bytes(figure_file(figure, "svg"))
 
 

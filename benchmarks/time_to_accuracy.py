@@ -64,6 +64,7 @@ def recipe(every: int, batch: str, lr: str, decay: str, **more: str) -> dict[str
     return setting("7", batch, lr, decay, **intervals, **more)
 
 
+SHORT = {"sgd": setting("8", "256", "0.1", "0.0005"), "muon": setting("7", "256", "0.01")}
 GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
     FEW: {
         "sgd": [
@@ -92,7 +93,7 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
             setting("15", "256", "0.2", "0.0005"),
             setting("15", "128", "0.1", "0.0005"),
             setting("15", "64", "0.05", "0.0005"),
-            setting("8", "256", "0.1", "0.0005"),
+            SHORT["sgd"],
         ],
         "kfac": [
             recipe(5, "256", "0.003", "0.02"),
@@ -108,12 +109,11 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
             recipe(20, "128", "0.003", "0.02", length="adam", subsample="1"),
         ],
         "adamw": around("15", "0.001", "0.003", "0.01"),
-        "muon": [*around("15", "0.005", "0.01", "0.02"), setting("7", "256", "0.01")],
+        "muon": [*around("15", "0.005", "0.01", "0.02"), SHORT["muon"]],
         "soap": around("15", "0.001", "0.003", "0.01"),
     },
 }
 LABELS = {"sgd": "SGD", "kfac": "K-FAC", "adamw": "AdamW", "muon": "Muon", "soap": "SOAP"}
-SHORT = {"sgd": GRIDS[ALL]["sgd"][-1], "muon": GRIDS[ALL]["muon"][-1]}  # drawn at their ends
 LONGER = {FEW: dict.fromkeys(LABELS, "15"), ALL: {"kfac": "12"}}  # epochs, with the best setting
 
 
@@ -241,10 +241,7 @@ def draw(path: Path) -> None:
 
     The others are K-FAC by default, and short runs of optimizers that only have a long schedule.
     """
-    styles = {
-        optimizer: variant_style(place) | {"markersize": 5}
-        for place, optimizer in enumerate(LABELS)
-    }
+    styles = {one: variant_style(place) | {"markersize": 5} for place, one in enumerate(LABELS)}
     with styled():
         figure = Figure(figsize=(8, 5.4), layout="constrained")
         axis = figure.subplots()
@@ -266,10 +263,8 @@ def draw(path: Path) -> None:
             epochs, name = int(choice["epochs"]), f"{LABELS[optimizer]}, {choice['epochs']} epochs"
             ends = [run[-1] for run in runs_of(ALL, optimizer, choice)]
             draw_end(axis, epochs, ends, styles[optimizer], f"{name}, batch {choice['batch']}")
-        axis.set_title(
-            "ResNet-20 on CIFAR-10. Bands, bar: range of seeds. Hollow: end of other runs"
-        )
-        axis.set(xlabel="epoch", ylabel="test accuracy (%), from 60 %", ylim=(60, 88))
+        axis.set_title("ResNet-20 on CIFAR-10; bands, bar: range of seeds; hollow: other runs")
+        axis.set(xlabel="epoch", ylabel="test accuracy (%)", ylim=(60, 88))
         axis.set_yticks(range(60, 89, 4))
         axis.legend(fontsize="small", loc="lower right")
     path.write_bytes(figure_file(figure, "svg"))
@@ -283,7 +278,8 @@ def draw_end(
     mean, beside = statistics.mean(percent), epochs + 0.2
     mark = hollow(style) | {"linestyle": "", "markersize": 7}
     axis.plot(beside, mean, **mark, label=f"{name}, {number(len(ends), 'seed')}")
-    bars_between(axis, [beside], [(min(percent), mean, max(percent))], style)
+    if len(ends) > 1:
+        bars_between(axis, [beside], [(min(percent), mean, max(percent))], style)
 
 
 if __name__ == "__main__":
