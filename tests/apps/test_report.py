@@ -647,7 +647,8 @@ def test_the_table_of_variants_lists_the_settings_that_a_name_brings(tmp_path):
         matrix={"strategy": ["sgd", "comm-opt", "kfac-opt", "mine"], "ranks": [1]},
     )
     page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
-    rows = re.findall(r'<tr class="row"><td>(.*?)</tr>', page.partition('<h2 id="variants"')[2])
+    part = page.partition('<h2 id="variants"')[2].partition("</table>")[0]
+    rows = re.findall(r'<tr class="row"><td>(.*?)</tr>', part)
     options = {row.partition("<")[0]: re.findall("<code>(.*?)</code>", row) for row in rows}
     assert [len(words) for words in options.values()] == [1, 1, 2, 2]
     assert options["kfac-opt"] == ["strategy=kfac-opt", "kfac.preconditioner=eigen"]
