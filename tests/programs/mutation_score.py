@@ -3,14 +3,15 @@
     pip install cosmic-ray
     PYTHONPATH=tests python tests/programs/mutation_score.py [--sample 150] [--seed 0] [--out DIR]
 
-The program works on a copy of the last commit. First, the quick tests of one process run on
-unchanged code, with coverage, which records the tests that execute each line. Then random places of
-the core are drawn, and each gets one of Cosmic Ray's mutations: another comparison or arithmetic
-operator, a number that is one off, `and` for `or`, `not`, no decorator, a loop without iterations,
-another exception. A mutant is tried by all tests that execute the line, the quickest first, until
-one fails or takes several times as long as on unchanged code. A line that runs on import, such as a
-constant or a default value, is tried by the tests that execute functions of its file, or else of
-its folder. Mutants that are left are then tried in the same way by the tests on two ranks.
+The program works on a copy of the last commit. First, the tests of one process that every change
+must pass run on unchanged code, with coverage, which records the tests that execute each line. Then
+random places of the core are drawn, and each gets one of Cosmic Ray's mutations: another comparison
+or arithmetic operator, a number that is one off, `and` for `or`, `not`, no decorator, a loop
+without iterations, another exception. A mutant is tried by all tests that execute the line, the
+quickest first, until one fails or takes several times as long as on unchanged code. A line that
+runs on import, such as a constant or a default value, is tried by the tests that execute functions
+of its file, or else of its folder. Mutants that are left are then tried in the same way by the
+tests on two ranks.
 
 Tests that fail on unchanged code are named, and find nothing: those that fail with coverage, and
 those that found a mutant, but fail again when all such tests run once more on unchanged code. The
@@ -246,7 +247,7 @@ class Tests:
             left_out = (f"--deselect={test}" for test in failing)
             # If a test fails on one rank, the other ranks may wait in it.
             stop = ["-x"] if self._ranks > 1 else ["-n2"]
-            marks = ("-m", mutations.LANES["quick"], "-vv", "--durations=0")
+            marks = ("-m", "not slow and not lab", "-vv", "--durations=0")
             arguments = (*marks, *stop, *left_out, *chosen)
             code, text = mutations.output(self._copy, arguments, self._ranks, paced(3600))
             new = set(FAILURE.findall(text))
