@@ -7,11 +7,11 @@ The program works on a copy of the last commit. First, the tests of one process 
 must pass run on unchanged code, with coverage, which records the tests that execute each line. Then
 random places of the core are drawn, and each gets one of Cosmic Ray's mutations: another comparison
 or arithmetic operator, a number that is one off, `and` for `or`, `not`, no decorator, a loop
-without iterations, another exception. A mutant is tried by all tests that execute the line, the
-quickest first, until one fails or takes several times as long as on unchanged code. A line that
-runs on import, such as a constant or a default value, is tried by the tests that execute functions
-of its file, or else of its folder. Mutants that are left are then tried in the same way by the
-tests on two ranks.
+without iterations, another exception. A mutant is tried by the tests that execute the line, the
+quickest first, until one fails or takes several times as long as on unchanged code; the slowest are
+left out, so that all together take at most MOST seconds. A line that runs on import, such as a
+constant or a default value, is tried by the tests that execute functions of its file, or else of
+its folder. Mutants that are left are then tried in the same way by the tests on two ranks.
 
 Tests that fail on unchanged code are named, and find nothing: those that fail with coverage, and
 those that found a mutant, but fail again when all such tests run once more on unchanged code. The
@@ -61,6 +61,7 @@ from support.pace import paced
 CORE = ("numerics", "layers", "preconditioners", "engine", "plan", "comm", "model")
 CORE += ("kfac.py", "optimizer.py", "trainer.py")
 FOLDERS = {1: ("tests/unit", "tests/property"), 2: ("tests/mpi",)}  # by ranks
+MOST = 100  # seconds that the tests of a mutant take together on unchanged code, with coverage
 SLOWER = 5  # how many times longer than on unchanged code a mutant's test may take
 START = 30  # seconds that a start of pytest may take
 SECONDS = re.compile(r"^([\d.]+)s (?:setup|call|teardown) +(tests/.+?)\s*$", re.MULTILINE)
@@ -267,6 +268,7 @@ class Tests:
         tests = self._executing(mutant) & self._seconds.keys()
         if not tests:
             return {"result": "not executed"}
+        tests = self._quickest(tests)
         path = self._copy / "mpikfac" / mutant.file
         path.write_text(mutant.wrong)  # newer than compiled files of older texts
         code, text = self._run(tests)
@@ -276,6 +278,12 @@ class Tests:
         failing = FAILURE.search(text)
         ended = "time limit" if code is None else f"exit code {code}"
         return {"result": "found", "by": failing[1] if failing else ended}
+
+    def _quickest(self, tests: set[str]) -> set[str]:
+        """Return the quickest tests, which together take at most MOST seconds; at least one."""
+        ordered = sorted(tests, key=self._seconds.__getitem__)
+        until = itertools.accumulate(self._seconds[test] for test in ordered)
+        return {test for test, end in zip(ordered, until) if end <= MOST or test == ordered[0]}
 
     def flaky(self, finders: set[str]) -> set[str]:
         """Return the tests that fail on unchanged code, among those that found a mutant."""
