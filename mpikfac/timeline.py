@@ -55,8 +55,8 @@ def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]
     """Return, by rank and event, how many seconds the rank waited for the last member to arrive.
 
     All times must be on the same clock. An event that sends nothing never waits. On background
-    threads, waiting is unknown and counts as 0: messages are already in flight when the recording
-    starts, and some ranks are further along than others.
+    threads, the waiting time is unknown and counts as 0: messages are already in flight when the
+    recording starts, and some ranks are further along than others.
     """
     named = [list(_collectives(events, rank, columns)) for rank, events in enumerate(ranks)]
     arrived: dict[tuple[str, ...], float] = {}

@@ -135,7 +135,7 @@ class Trainer:
         self.steps = 0
         self._guard = StepGuard(optimizer, self)
         self._unequal: set[str] = set()  # buffers that can differ between ranks
-        self._whole = True  # `is_consistent` when the batch began
+        self._whole = True  # the value of `is_consistent` when the batch began
         drawn = self._draw()
         self._steps = WatchedSteps(team.trains, type(self).__name__)
         self.built = self._build(drawn)
@@ -171,10 +171,9 @@ class Trainer:
             scaler: a `torch.amp.GradScaler` whose `scale(loss)` was used for the backward pass.
                 First, gradients and statistics are unscaled. If any of them is not finite on some
                 rank, all ranks skip the step: it is counted in `steps`, but the batch is ignored,
-                and updates of factors and bases that were due are left out until they are next due.
-                Then the scale is reduced or, after enough steps, increased, identically on all
-                ranks. Do not call the scaler's `unscale_`, `step` and `update`: this method
-                replaces all three.
+                and updates of factors and bases that are due in this step are left out. Then the
+                scale is reduced or, after enough steps, increased, identically on all ranks. Do not
+                call the scaler's `unscale_`, `step` and `update`: this method replaces all three.
             max_norm: the maximum norm of the averaged gradient of all parameters; a longer gradient
                 is scaled down before K-FAC preconditions it. None for no bound. Must be equal on
                 all ranks.
@@ -229,7 +228,7 @@ class Trainer:
         if examples is not None:
             gradients.weigh(examples, method.examples)
             if not examples:
-                method.abort_batch()  # also drops passes with no label that counts
+                method.abort_batch()  # this also drops passes in which all labels were ignored
         if scaler is not None and not average_scaled(gradients, scaler, method.unscale(scaler)):
             self._skip(arguments)
             return
@@ -595,10 +594,10 @@ class Trainer:
         """Load the rank's part of `state`, saved with any strategy on any number of ranks.
 
         Either all ranks load a state, or none does. The state of a first-order run is accepted, and
-        so is one with another estimator for some or all layers: the next step computes the
-        statistics of those layers, and all bases. The state must contain the same sides and blocks
-        of each layer's factors: a state saved with fisher_type="forward-only" has no G, which other
-        types need.
+        so is that of a run with another estimator for some or all layers: the next step computes
+        the statistics of those layers, and all bases. The state must contain the same sides and
+        blocks of each layer's factors: a state saved with fisher_type="forward-only" has no G,
+        which other types need.
 
         Collective over: world.
 

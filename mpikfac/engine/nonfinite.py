@@ -50,7 +50,7 @@ class Nonfinite:
         """Record that `names` were not finite in this step, but all others in `tried` were.
 
         Args:
-            instead: the consequence, for the log.
+            instead: what happens instead of using the values, as text for the log.
             tried: the names of this kind that were computed in this step; None for all.
 
         Raises:

@@ -328,7 +328,7 @@ class Layer:
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return, for each side, the factor that scales sums to A or G, or to the mean vector."""
+        """Return, for each side, the multiplier that turns sums into A or G, or a mean vector."""
         scales = vector_scales if vectors else factor_scales
         examples = batch if self.spatial or normalization == "expand" else positions
         return dict(zip("AG", scales(normalization, examples, positions / examples)))

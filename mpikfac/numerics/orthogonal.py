@@ -25,8 +25,8 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return matrices with the same singular vectors, and with singular values near 1.
 
     Four odd polynomials move all singular values above 1/350 of a bound on the largest one into
-    the interval [0.78, 1.24]. A smaller one grows to at least 270 times its fraction of the bound.
-    Zeros stay zeros, and a matrix that is not finite becomes NaN.
+    the interval [0.78, 1.24]. A smaller singular value s becomes at least 270 s / bound. Zeros stay
+    zeros, and a matrix that is not finite becomes NaN.
 
     Let X be a matrix in its wide form, divided by a bound on its largest singular value. A step is
     `X <- F X`, where F is a polynomial of `X X^T`. The product of all F is multiplied by the wide

@@ -50,7 +50,7 @@ class AdamSteps(dict[str, Tensor]):
     def take(self, numerators: list[Tensor] | None = None) -> list[Tensor]:
         """Merge the gradients into the averages; return each `gradient / (sqrt(average) + eps)`.
 
-        Call `count` for the batch first; names that it leaves out do not change their averages.
+        Call `count` for the batch first; the averages of names that it leaves out do not change.
 
         Args:
             numerators: tensors to divide instead of the gradients, such as momenta.

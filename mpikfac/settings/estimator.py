@@ -123,10 +123,10 @@ class Estimator:
         subsample: the distance between the examples in a batch from which factors are estimated:
             with 4, every fourth example is used, beginning with a different one in each step.
             None: the distance of each layer is chosen to leave at least 32 examples over all ranks,
-            and 3 vectors per row of the layer's largest factor, if the ranks have equal shards; it
-            is 1 for vectors, diagonals, and the preconditioner "ekfac".
-        statistics_dtype: the dtype to which inputs of convolutions are rounded before the product;
-            None for no rounding.
+            and 3 vectors per row of the layer's largest factor, assuming equal shards on all ranks;
+            it is 1 for vectors, diagonals, and the preconditioner "ekfac".
+        statistics_dtype: the dtype to which inputs of convolutions are rounded before they are
+            multiplied; None for no rounding.
         factor_dtype: the dtype of the running averages of factors; None for the dtype of the
             statistics of a batch.
         num_per_example_loss_terms: the number of positions per example over which the loss is

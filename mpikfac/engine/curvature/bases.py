@@ -138,7 +138,8 @@ class Bases(Part):
 
         Args:
             factors: the packed factors, by name.
-            warn: called with the layers whose factors have rounding errors that exceed the damping.
+            warn: called with the layers whose factors have large rounding errors, relative to the
+                damping.
         """
         self.turn = turn
         self._due = step + (self.plan.strategy.refresh.staleness if self.ready else 0)
@@ -175,7 +176,8 @@ class Bases(Part):
         """Put the rank's own decompositions into the arena, once they are finished.
 
         Factors that were not decomposed, or could not be, keep their previous decomposition.
-        Before the first decomposition, blocks and directions are NaN.
+        As long as a factor has never been decomposed, its blocks are NaN, and its layer is not
+        preconditioned.
 
         Returns:
             The number of factors that were decomposed.
@@ -271,7 +273,7 @@ class Bases(Part):
         return complete
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items to load from a state with `names`, with values of the expected form."""
+        """Return the items to load from a state that contains `names`, in their expected form."""
         if PRECONDITIONER not in names:
             return {}
         needed = super().needed(names)

@@ -50,9 +50,9 @@ class FactorRequest(NamedTuple):
 
     Attributes:
         packed: the packed factors, by name.
-        added: for each factor whose preconditioner needs this, by name, the damping that is added
-            before the decomposition.
-        precise: for each factor, by name, whether it is decomposed in float64.
+        added: the damping to add to a factor before its decomposition, by the factor's name; only
+            for factors whose preconditioner needs this.
+        precise: whether a factor is decomposed in float64, by the factor's name.
         turn: the slot of the refresh; None for all layers.
         first: whether no decomposition is in use yet.
     """
@@ -153,7 +153,11 @@ class AtOnce:
     def _in_stacks(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]
     ) -> tuple[Blocks, set[str]]:
-        """Decompose on a GPU, one call per order; return blocks and the names of sound factors."""
+        """Decompose on a GPU, with one call per order.
+
+        Returns:
+            The blocks, and the names of the factors whose blocks are finite.
+        """
         if self.site.device.type == "cpu":
             return {}, set()
         blocks: Blocks = {}
@@ -203,7 +207,7 @@ class Background:
     def start(self, function: Callable[[], Result]) -> Callable[[], Result]:
         """Run `function` in the thread; return a function that waits for its result or error.
 
-        Tensors that `function` uses must not change in the meantime.
+        Tensors that `function` uses must not change until it has returned.
         """
         if self._stream:
             self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))

@@ -110,7 +110,7 @@ class Scales(PreconditionerPart):
 
         Args:
             statistics: the rank's sums for factors, and their numbers of examples.
-            of_loss: whether the gradients belong to the loss, a mean over the batch.
+            of_loss: whether the gradients are those of the loss, which is a mean over the batch.
             weight: the weight of the rank's examples.
         """
         for name in self._recorded:

@@ -22,12 +22,13 @@ from mpikfac.layers import SIDE_BY_SIDE
 from mpikfac.numerics import add_triangle, without_autocast
 
 MOST_BYTES = 2**30
-"""The maximum size, in bytes, of waiting calls and their patches; above it, no call waits."""
+"""The maximum size, in bytes, of waiting calls and their patches; if they exceed it, they are added
+to the sums immediately."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """One side of a call; inputs and gradients are the program's own tensors, not copies.
+    """One side of a call, waiting to be added; its tensors are the program's own, not copies.
 
     Attributes:
         tensors: the tensors from which the moment is computed: inputs or gradients, or both for
@@ -112,7 +113,7 @@ class DeferredMoments(Moments):
         while self._waiting:
             waiting = self._waiting.pop()
             waiting.check()
-            calls[id(waiting.side)] += 1  # a stack adds to a sum at most once
+            calls[id(waiting.side)] += 1  # a stack adds to the same sum at most once
             stacks.setdefault((waiting.form(), calls[id(waiting.side)]), []).append(waiting)
         self._bytes = 0
         with self._stage_of_all(), torch.no_grad():

@@ -57,9 +57,10 @@ class RecordingHooks(Part):
         self._closed = False
         self._derivatives_told = self.plan.rank > 0  # one rank warns, once
         self.passes = 0
-        # Whether the next call of a layer begins a pass, because a backward pass came in between.
+        # Whether the next call of a layer begins a pass, as after a backward pass.
         self._between = True
-        # The thread of the forward pass whose backward pass is running; others may use the model.
+        # The thread of the forward pass whose backward pass is running; other threads can use the
+        # model at the same time.
         self._running: int | None = None
         self._interrupted = False
         self._followed = False  # whether gradients are noted at the end of the backward pass
@@ -166,7 +167,7 @@ class RecordingHooks(Part):
             listen_to(partial(self._on_gradient, layer, [x.detach()], version, passed))
 
     def _note_forward(self) -> None:
-        """Record a call of a layer outside of backward passes: the previous pass has ended."""
+        """Record a layer's call outside of backward passes; the previous pass has then ended."""
         self._interrupted |= self._running is not None
         self._running, self._followed = None, False
         if self._between:  # the program calls parts of the model, not the model itself
@@ -177,9 +178,10 @@ class RecordingHooks(Part):
     def _on_gradient(
         self, layer: Layer, inputs: list[Tensor], version: int, passed: tuple[int, int], g: Tensor
     ) -> None:
-        """Add a call to the sums if it counts; until then, `inputs` holds the call's input.
+        """Add a call to the sums if it counts.
 
         Args:
+            inputs: the call's input; removed when no further backward pass of the call needs it.
             passed: the number of the forward pass, and its thread.
         """
         if self.paused:

@@ -205,7 +205,7 @@ class Moments(Part):
         return turn.weight * weight * (examples * (turn.rows if layer.of_batch else examples))
 
     def _take(self, sides: Iterable[SideSums], x: Tensor, g: Tensor, *weights: float) -> None:
-        """Add a call's moments of inputs and of squares, times their `weights`, to the sums."""
+        """Add a call's moments of inputs and of gradients, times their `weights`, to the sums."""
         for side in sides:
             for factor_sum, moment in zip(side.sums, side.moments(side.layer, x, g)):
                 factor_sum.add(moment, weights[side.quadratic])
