@@ -537,7 +537,7 @@ class Trainer:
         log.info("step %d: %s; adopted", self.steps, reason)
 
     def detach(self) -> None:
-        """Remove the hooks; apart from its weights, the model is then unchanged."""
+        """Remove the hooks; only the weights then differ from those of the original model."""
         self._guard.remove()
         leave_model(self.model, self)
         self._detach_parts()

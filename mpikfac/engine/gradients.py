@@ -289,8 +289,8 @@ def check_weighable(examples: int, plan: Plan) -> None:
     """Check that ranks can weight gradients before the reduction.
 
     Raises:
-        ValueError: `examples` is not a number of examples, or gradients are not reduced, or they
-            are sent before the weight is known.
+        ValueError: `examples` is not a number of examples; or the trainer does not average the
+            gradients, or sends them before the weight is known.
     """
     check_count("examples", examples, 0)
     transport, sync = plan.strategy.transport, plan.strategy.sync

@@ -1,7 +1,7 @@
 """Count and report non-finite values, and warn about settings that are probably unintended.
 
 On a GPU, the flags that show whether values are finite stay on the device until the host has to
-wait for it anyway.
+wait for the GPU anyway.
 """
 
 from __future__ import annotations

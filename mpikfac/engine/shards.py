@@ -174,7 +174,7 @@ class ShardReader(Reader):
             gradient.copy_(rows.view(gradient.shape))
 
     def _for_rank(self, rank: int) -> Iterator[Tensor]:
-        """Yield each direction's rows for `rank`, followed by 1, or by 0 if it is missing."""
+        """Yield each direction's rows for `rank`, and 1; both are 0 if there is no direction."""
         like, shards = self.sender.arena.flat, self._site.plan.sharding.shards
         for each in self._owned:
             elements = each.planned.elements

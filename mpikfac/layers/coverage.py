@@ -130,7 +130,7 @@ def cover(
 
 
 def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
-    """Return the layers that contain all uses of their parameters, and the ties of the others.
+    """Drop layers that lack some uses of their parameters; return the others, and the ties.
 
     A parameter's gradient is the sum over all its uses: for a weight shared by the embedding and
     the head, it is the sum over both. The factors of only some uses do not describe its curvature.

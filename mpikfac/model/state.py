@@ -136,7 +136,7 @@ def _has_rows(value: Any, parameter: Tensor) -> bool:
 def fitting(
     state: Mapping[str, Any], like: Mapping[str, Any], rounded: bool = False
 ) -> dict[str, Any]:
-    """Return the items named in `like`, if their dtypes and shapes, or types, are as in `like`.
+    """Return the items named in `like`; their dtypes and shapes, or types, must be as in `like`.
 
     A tensor that shares memory with `like`, as in the trainer's own state, is copied.
 
@@ -311,7 +311,7 @@ def set_group_setting(optimizer: Optimizer, name: str, number: int | float) -> N
     index, key = name.split("/")
     group, (key, _, place) = optimizer.param_groups[int(index)], key.partition(".")
     present = group[key][int(place)] if place else group.get(key)
-    if torch.is_tensor(present):  # a rate that a compiled step reads
+    if torch.is_tensor(present):  # a learning rate that a compiled step reads
         present.fill_(number)
         return
     value = bool(number) if isinstance(present, bool) else number

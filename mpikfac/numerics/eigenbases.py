@@ -12,7 +12,7 @@ from mpikfac.plan import few
 ITERATIONS = 4  # the number of products with a factor to find its leading eigenvectors
 SPARE = 16  # the number of vectors iterated in addition to those that are kept
 RESIDUAL = 1e-2  # the maximum residual of leading eigenvectors, relative to the factor's norm
-PROBES = 8  # the number of vectors that detect growth outside of the previous eigenvectors
+PROBES = 8  # the number of vectors that detect growth orthogonal to the previous eigenvectors
 
 
 def damped_denominators(
@@ -229,7 +229,7 @@ def _grown(factor: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
 
     This is a lower bound: a probe's Rayleigh quotient is at most the largest eigenvalue not kept.
     """
-    # Project again, because remnants of the vectors, left by rounding, would count as outside.
+    # Project again, because rounding leaves components along the vectors, which would count.
     probes = _outside(vectors, _range(factor, PROBES, ITERATIONS, vectors))
     largest = (probes * product(factor, probes)).sum(-2).amax(-1)
     return (largest - values.amin(-1)).clamp_(min=0)

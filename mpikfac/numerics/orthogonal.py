@@ -55,7 +55,9 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _polynomials(squares: Tensor) -> Tensor:
-    """Return the product of all F, divided by the norm, `[k, n, n]`; it orthogonalises matrices.
+    """Return the product of all F, divided by the bound on the singular values, `[k, n, n]`.
+
+    The product of the result and the matrix is approximately orthogonal.
 
     F is `first I + H` with `H = (third I + fifth S) S`, and the product of all F is `scale I + R`.
     Identities are thus kept out of the products, in which they could be rounded.

@@ -148,7 +148,7 @@ class AtOnce:
             tried += [factor.name for factor in stack.factors]
             misfits.append(misfit.double())
         found = zip(tried, torch.cat(misfits).tolist() if misfits else [])
-        return blocks, {name for name, misfit in found if misfit <= self._tolerance}  # not if NaN
+        return blocks, {name for name, misfit in found if misfit <= self._tolerance}  # False if NaN
 
     def _in_stacks(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]

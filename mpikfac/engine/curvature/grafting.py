@@ -211,7 +211,7 @@ class AdamGraft(Graft):
         self._adam.count(self.gradients.broken)
 
     def key(self) -> Hashable:
-        """Return divisors of averages, addresses of weights, and which parameters are stepped."""
+        """Return whether divisors are equal, addresses of weights, and what the optimizer steps."""
         own, places = members(self.optimizer), [weight.data_ptr() for weight in self._weights]
         stepped = [slot.block.parameters[0] in own for slot in self.uncovered]
         return self._adam.even, *places, *stepped

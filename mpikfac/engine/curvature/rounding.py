@@ -16,7 +16,7 @@ from mpikfac.preconditioners import Means, Preconditioner, mean_eigenvalues, rep
 
 # Bounds on the errors of eigenvalues, relative to the damping.
 HARMLESS = 0.01  # in a decomposition
-COARSE = 100.0  # in averages; the estimated errors, from traces, far exceed the actual ones
+COARSE = 100.0  # in averages; errors estimated from traces far exceed the actual ones
 COARSE_DAMPED = 0.2  # in averages that are damped before the decomposition
 
 Warn = Callable[[Sequence[str]], object]

@@ -82,7 +82,7 @@ class DeferredMoments(Moments):
         self._bytes = 0
 
     def finish(self) -> dict[str, bool]:
-        """Turn the sums into factors, including those of an interrupted backward pass."""
+        """Add waiting moments, even of an interrupted backward pass; turn sums into factors."""
         self._add_waiting()
         return super().finish()
 

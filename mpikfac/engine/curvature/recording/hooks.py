@@ -40,9 +40,9 @@ class RecordingHooks(Part):
 
     A call counts if the model is in `train()` mode, recording is not paused, and a backward pass
     computes gradients of parameters from it. Calls that trace or export the model do not count. If
-    the Fisher matrix uses labels that `KFAC.record` draws, only the passes of `record` count. A
-    pass is also excluded if its gradients are set to None or 0 before the next pass: the moments
-    contain the same passes as `.grad`.
+    `KFAC.record` computes the gradients for the Fisher matrix, only its passes count. A pass is
+    also excluded if its gradients are set to None or 0 before the next pass: the moments contain
+    the same passes as `.grad`.
 
     Attributes:
         recording: whether passes count.
@@ -55,7 +55,7 @@ class RecordingHooks(Part):
         self.recording, self.paused = False, False
         self._model, self._moments = model, moments
         self._closed = False
-        self._derivatives_told = self.plan.rank > 0  # one rank warns, once
+        self._derivatives_told = self.plan.rank > 0  # only rank 0 warns, and only once
         self.passes = 0
         # Whether the next call of a layer begins a pass, as after a backward pass.
         self._between = True
@@ -223,7 +223,7 @@ class RecordingHooks(Part):
     def _note_gradients(self, of_loss: bool, accumulated: bool) -> None:
         """Note the gradients that a pass of the loss has left in the model."""
         self._followed = False
-        if not self._derivatives_told:  # derivatives would explain a difference
+        if not self._derivatives_told:  # derivatives in the loss would explain a difference
             self._comparison.end()
         if of_loss:
             self._retained.note(self._moments.recorded, accumulated)
