@@ -168,7 +168,7 @@ class PreconditionerPart(Part):
 
 
 def handed_on(comm: Comm, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
-    """Copy tensors whose name and shape are unchanged, also between ranks; return their names.
+    """Copy tensors of unchanged name and shape, within and between ranks; return their names.
 
     Collective over: comm.
     """

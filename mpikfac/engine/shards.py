@@ -129,7 +129,7 @@ class ShardReader(Reader):
         copy_all(copies)
 
     def _by_parameter(self, pieces: Sequence[Tensor]) -> tuple[list[list[Tensor]], ...]:
-        """Return the rows and the number from every shard, for each parameter of this owner."""
+        """Return the rows and the norms of all shards, for each of this owner's parameters."""
         count = 2 * len(self._owned)
         rows = [list(pieces[place::count]) for place in range(0, count, 2)]
         return rows, [list(pieces[place::count]) for place in range(1, count, 2)]

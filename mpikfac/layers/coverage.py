@@ -152,7 +152,7 @@ def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer
 
 
 def _ruled(rule: Rule, shape: LayerShape) -> LayerShape:
-    """Return a layer's shape after applying the rule.
+    """Apply the rule to a layer's shape, and return the result.
 
     Raises:
         ValueError: the rule changes the layer's name, sizes or groups, or sets `sides` or

@@ -70,10 +70,10 @@ def _in_lists(pieces: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
-    """Return the names of items of `model_state`, over all ranks, that are missing from `names`.
+    """Return the names in the `model_state` of all ranks that are missing from `names`.
 
-    If a parameter has any optimizer state, it is assumed to be complete, because Muon and SOAP
-    store different items for different parameters.
+    If a parameter has any optimizer state, that state is assumed to be complete, because Muon and
+    SOAP store different items for different parameters.
     """
     tensors = {
         name: tensor for name, tensor in model.state_dict().items() if torch.is_tensor(tensor)

@@ -179,7 +179,7 @@ class Estimator:
     def turns(
         self, outputs: Sequence[Tensor], losses: Sequence[Loss]
     ) -> Iterator[tuple[Turn, list[Tensor]]]:
-        """Yield the backward passes that replace that of the loss, and their initial gradients.
+        """Yield the backward passes that replace the loss's pass, and their initial gradients.
 
         Args:
             outputs: the outputs of each head.

@@ -82,7 +82,7 @@ Ready = Callable[[], Decomposed]
 
 
 class AtOnce:
-    """Decompose in the calling thread, when the results are requested.
+    """Decompose factors in the calling thread, when the results are requested.
 
     Args:
         arena: holds all decompositions on the rank.
@@ -94,7 +94,7 @@ class AtOnce:
         self._tolerance = site.plan.strategy.refresh.tolerance
 
     def start(self, request: FactorRequest) -> Ready:
-        """Start decomposing, and return a function that waits for the blocks.
+        """Start decomposing the factors, and return a function that waits for the blocks.
 
         Collective over: none.
         """
@@ -110,7 +110,7 @@ class AtOnce:
         """Raise an error if the set of trained parameters must not change."""
 
     def decomposed(self, request: FactorRequest) -> Decomposed:
-        """Decompose, and return the changed blocks of the arena."""
+        """Decompose the requested factors, and return the changed blocks of the arena."""
         sums = self.site.dtype
         dtypes = {n: torch.float64 if request.precise.get(n) else sums for n in request.packed}
         renewed, fitting = self._renewed(request, dtypes)
@@ -153,7 +153,7 @@ class AtOnce:
     def _in_stacks(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]
     ) -> tuple[Blocks, set[str]]:
-        """Decompose on a GPU, with one call per order.
+        """Decompose the requested factors on a GPU, with one call per order.
 
         Returns:
             The blocks, and the names of the factors whose blocks are finite.
@@ -179,7 +179,7 @@ class AtOnce:
 
 
 class InBackground(AtOnce):
-    """Decompose in a thread of the rank during the steps, except the first time."""
+    """Decompose factors in a thread of the rank during the steps, except the first time."""
 
     def __init__(self, site: Site, arena: Arena, factor_of: Mapping[str, str]) -> None:
         super().__init__(site, arena, factor_of)

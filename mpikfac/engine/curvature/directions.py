@@ -209,7 +209,7 @@ class Directions(Part):
         return weighted_sum(squares, [1.0] * len(squares), self.arena.flat)
 
     def _finite(self) -> list[Layer]:
-        """Return the layers with directions in the arena and finite gradients.
+        """Return the layers with directions in the arena and with finite gradients.
 
         Other layers are not updated, and would make the sums NaN.
         """

@@ -295,7 +295,7 @@ class Moments(Part):
 
 
 def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
-    """Warn about layers that saw different numbers of a batch's examples; `sets` names them."""
+    """Warn that layers saw different numbers of a batch's examples; `sets` maps these to layers."""
     seen = [
         f"{number} examples by {', '.join(map(repr, names[:3]))}{' ...' * (len(names) > 3)}"
         for number, names in sorted(sets.items())
