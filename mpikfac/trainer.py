@@ -563,8 +563,8 @@ class Trainer:
         """Return this rank's part of the state, by name; all ranks' parts form the complete state.
 
         It contains the model, the optimizer, the number of steps and, with K-FAC, factors as packed
-        triangles (or vectors), weights of factors, bases and pending bases, scales, averages of
-        grafting, and adapted damping: everything needed to resume exactly, even between two
+        triangles (or vectors), weights of factors, bases and pending bases, scales, the averages of
+        the grafting, and an adapted damping: everything needed to resume exactly, even between two
         decompositions. Compression errors are dropped, as in a restart.
 
         With local steps, the complete state contains every rank's optimizer state.

@@ -267,7 +267,7 @@ class Factors(Part):
         """Clear the statistics for the next batch, if `whole` has used their memory."""
 
     def reset(self) -> None:
-        """Discard all averages, or start at the identity with the weight of one batch."""
+        """Discard all averages, or reset them to the identity with the weight of one batch."""
         self.averages.flat.zero_()
         for name, average in self.averages.items():
             self.weights[name].zero_()

@@ -65,7 +65,7 @@ class Waiting:
 class DeferredMoments(Moments):
     """Moments that are added to the sums at the end of a backward pass.
 
-    Sums that are overlapped must be sent during the backward pass, so `Moments` is used for them.
+    If reductions are overlapped, sums must be sent during the backward pass, so `Moments` is used.
     """
 
     def __init__(self, *bound: Any) -> None:
