@@ -177,8 +177,8 @@ class Trainer:
             max_norm: the maximum norm of the averaged gradient of all parameters; a longer gradient
                 is scaled down before K-FAC preconditions it. None for no bound. Must be equal on
                 all ranks.
-            examples: the number of examples over which the rank's loss is a mean, if batches are
-                uneven; passed by all ranks or by none. Averages of gradients, statistics and
+            examples: the number of examples over which the rank's loss is a mean, if this differs
+                between ranks; passed by all ranks or by none. Averages of gradients, statistics and
                 factors over ranks are weighted by it; the passes of a rank with 0 examples are
                 ignored. None: all ranks have the same weight.
 

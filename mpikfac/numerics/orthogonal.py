@@ -22,7 +22,7 @@ LEAST = 128  # the minimum order of squares on a GPU: fewer different orders nee
 
 
 def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return matrices with the same singular vectors, and with singular values near 1.
+    """Return the matrices with unchanged singular vectors, and with singular values near 1.
 
     Four odd polynomials move all singular values above 1/350 of a bound on the largest one into
     the interval [0.78, 1.24]. A smaller singular value s becomes at least 270 s / bound. Zeros stay

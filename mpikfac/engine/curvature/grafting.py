@@ -64,7 +64,7 @@ class Graft:
     Attributes:
         stacks: the layers that this rank preconditions.
         sources: the gradients to precondition, for each stack.
-        apart: pairs for copying gradients to those sources that are not views of their arena.
+        apart: pairs for copying gradients to sources that are not views of the gradients' arena.
         uncovered: the uncovered parameters whose steps replace their gradients in the arena.
         predicted: whether K-FAC's quadratic model predicts the change in the loss.
     """
@@ -171,7 +171,7 @@ class AdamGraft(Graft):
     Uncovered parameters take Adam's step itself.
 
     Attributes:
-        KIND: the kind of the averages' items.
+        KIND: the kind of the items that store the averages.
         DECAY: the decay of the averages of squared gradients.
     """
 

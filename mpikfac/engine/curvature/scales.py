@@ -54,7 +54,7 @@ class Scales(PreconditionerPart):
         self._running = {name: self._running_of(name) for name in self.averages}
         self._messages = scales.reduce_scales(site.plan)
         self._recorded: set[str] = set()  # layers that have bases, and therefore scales
-        self._awaited: set[str] | None = None  # layers waiting for new bases; None: see `restart`
+        self._awaited: set[str] | None = None  # layers with pending bases in a loaded state
 
     def _running_of(self, name: str) -> Running:
         total, count = self.sums[name], self.sums[count_of(name)]

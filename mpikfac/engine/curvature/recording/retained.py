@@ -17,7 +17,7 @@ class Retained(NamedTuple):
 
     Attributes:
         versions: the identity of each gradient, and how many times it was changed in place.
-        sizes: the norms, which the host does not wait for.
+        sizes: the norms, as tensors, so that the host need not wait for their values.
         accumulated: whether the pass added to `.grad`; `torch.autograd.grad` does not.
     """
 
