@@ -130,7 +130,7 @@ class Estimator:
         factor_dtype: the dtype of the running averages of factors; None for the dtype of the
             statistics of a batch.
         num_per_example_loss_terms: the number of positions per example over which the loss is
-            averaged, such as the tokens of a text or the pixels of a segmentation. With
+            averaged, such as the tokens of a text or the pixels to segment. With
             fisher_type="empirical", G is multiplied by this number, so that a damping means the
             same for all types of Fisher matrix; "mc" and "type-2" take the number from the outputs.
 

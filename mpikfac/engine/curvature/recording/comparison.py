@@ -2,7 +2,7 @@
 
 If a loss also uses a weight outside of the layer's calls, as a weight penalty does, no factor
 contains the curvature of that part of the loss. A few random projections of `sum g a^T`, in
-the first passes of a run, detect such gradients at the cost of multiplying by a few vectors.
+the first passes of a run, detect such uses at the cost of multiplying by a few vectors.
 """
 
 from __future__ import annotations

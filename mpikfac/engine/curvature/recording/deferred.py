@@ -1,6 +1,6 @@
 """Compute the moments of many layers together, with as many kernels as for one layer.
 
-On a GPU, launching a small kernel takes as long as the kernel itself. The moments of calls are
+On a GPU, launching a small kernel takes as long as running it. The moments of calls are
 therefore computed at the end of the backward pass; then inputs of the same shape, from layers of
 the same form, are treated as the groups of one layer.
 """
