@@ -22,7 +22,7 @@ COMMON |= {"checkpoint_minutes": "5", "resume": "auto"}
 KFAC = {"optimizer": "kfac", "weight_decay": "0.0005"}
 RUNS = {
     "kfac30": {**KFAC, "epochs": "30"},
-    "sgd200": {  # the recipe of [He et al. 2016] in epochs; its steps are 64,000
+    "sgd200": {  # [He et al. 2016], whose 64,000 steps are 164 epochs
         "optimizer": "sgd",
         "epochs": "200",
         "lr": "0.1",

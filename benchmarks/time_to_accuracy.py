@@ -239,7 +239,8 @@ def by_default() -> list[float]:
 def draw(path: Path) -> None:
     """Draw mean and range by epoch of each optimizer's best setting, and ends of other runs.
 
-    The others are K-FAC by default, and short runs of optimizers that only have a long schedule.
+    The others are K-FAC by default, and short runs of optimizers whose best setting has a long
+    schedule.
     """
     styles = {one: variant_style(place) | {"markersize": 5} for place, one in enumerate(LABELS)}
     with styled():

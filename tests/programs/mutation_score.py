@@ -8,10 +8,11 @@ must pass run on unchanged code, with coverage, which records the tests that exe
 random places of the core are drawn, and each gets one of Cosmic Ray's mutations: another comparison
 or arithmetic operator, a number that is one off, `and` for `or`, `not`, no decorator, a loop
 without iterations, another exception. A mutant is tried by the tests that execute the line, the
-quickest first, until one fails or takes several times as long as on unchanged code; the slowest are
-left out, so that all together take at most MOST seconds. A line that runs on import, such as a
-constant or a default value, is tried by the tests that execute functions of its file, or else of
-its folder. Mutants that are left are then tried in the same way by the tests on two ranks.
+quickest first, until one fails or takes several times as long as on unchanged code. The slowest
+tests are left out, so that the others together take at most MOST seconds on unchanged code. A line
+that runs on import, such as a constant or a default value, is tried by the tests that execute
+functions of its file, or else of its folder. Mutants that are left are then tried in the same way
+by the tests on two ranks.
 
 Tests that fail on unchanged code are named, and find nothing: those that fail with coverage, and
 those that found a mutant, but fail again when all such tests run once more on unchanged code. The
@@ -61,7 +62,7 @@ from support.pace import paced
 CORE = ("numerics", "layers", "preconditioners", "engine", "plan", "comm", "model")
 CORE += ("kfac.py", "optimizer.py", "trainer.py")
 FOLDERS = {1: ("tests/unit", "tests/property"), 2: ("tests/mpi",)}  # by ranks
-MOST = 100  # seconds that the tests of a mutant take together on unchanged code, with coverage
+MOST = 100  # seconds that all tests of a mutant may take on unchanged code, with coverage
 SLOWER = 5  # how many times longer than on unchanged code a mutant's test may take
 START = 30  # seconds that a start of pytest may take
 SECONDS = re.compile(r"^([\d.]+)s (?:setup|call|teardown) +(tests/.+?)\s*$", re.MULTILINE)

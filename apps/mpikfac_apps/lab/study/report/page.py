@@ -131,7 +131,7 @@ def _variants(
 ) -> list[tuple[str, str, str, list[str]]]:
     """Return each variant's name, letter, explanation and options.
 
-    The options include the settings that belong to the strategy's name.
+    The options include the settings of the strategy's name that the study does not set itself.
     """
     rows = {}
     for cell in cells:
