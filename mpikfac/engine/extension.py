@@ -93,7 +93,7 @@ def exchange_of(site: Site, gradients: Gradients) -> OneModel:
 
 def attached(site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:
     """Yield the parts that the chosen methods add; a part can replace the sender of gradients."""
-    for module in model.modules():  # the first split layer attaches the parts for all of these
+    for module in model.modules():  # the first split layer attaches the parts for all split layers
         attach = getattr(vars(module).get("forward"), "attach", None)
         if attach is not None:
             yield from attach(site, gradients, model)

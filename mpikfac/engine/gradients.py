@@ -138,8 +138,8 @@ class Gradients:
 
         Args:
             seen: the number of examples in the rank's statistics. From now on, the statistics are
-                weighted like the gradients, so that the total number of examples over all ranks
-                does not change.
+                weighted like the gradients, and scaled so that the total number of examples over
+                all ranks does not change.
 
         Collective over: world.
 

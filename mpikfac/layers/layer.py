@@ -227,7 +227,10 @@ class Layer:
         return [squares(columns[..., block, :]) for block in blocks]
 
     def first_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return `sum(a)` or `sum(g)` of a call; with kfac_approx="reduce", the sum of means."""
+        """Return `sum(a)` or `sum(g)` of a call.
+
+        With kfac_approx="reduce", `a` is replaced by its mean over the positions of an example.
+        """
         if side == "A" and self.shape.kfac_approx == "reduce":
             return self.input_means(x).sum(0)
         return self.input_vector(x) if side == "A" else self.output_vector(g)

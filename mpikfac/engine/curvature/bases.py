@@ -176,8 +176,8 @@ class Bases(Part):
         """Put the rank's own decompositions into the arena, once they are finished.
 
         Factors that were not decomposed, or could not be, keep their previous decomposition.
-        As long as a factor has never been decomposed, its blocks are NaN, and its layer is not
-        preconditioned.
+        If the first decomposition of a factor fails, its blocks are NaN, and its layer is not
+        preconditioned until a later decomposition succeeds.
 
         Returns:
             The number of factors that were decomposed.

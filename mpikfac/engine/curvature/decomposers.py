@@ -156,7 +156,7 @@ class AtOnce:
         """Decompose the requested factors on a GPU, with one call per order.
 
         Returns:
-            The blocks, and the names of the factors whose blocks are finite.
+            The blocks, and the names of the factors that are finite and have only finite blocks.
         """
         if self.site.device.type == "cpu":
             return {}, set()

@@ -199,7 +199,7 @@ class DistributedPreconditioner(Method):
     def _average_statistics(self, numbers: Numbers) -> None:
         """Average the batch's statistics over ranks and over time."""
         weight = self.gradients.weight_of_statistics
-        # Otherwise, `accumulate` has done this for every part, or the rank has no examples.
+        # Skipped if `accumulate` has done this for every part, or if the rank has no examples.
         if not self.factors.sender.in_parts and self.gradients.weight:
             self._finish_statistics()
             self.factors.send_rest()

@@ -333,7 +333,7 @@ class Factors(Part):
         return items
 
     def _in_state(self, names: Collection[str]) -> Iterable[Factor]:
-        """Return the factors whose averages are in a state that contains `names`.
+        """Return the factors whose averages are loaded from a state that contains `names`.
 
         A factor starts from scratch if the state has a vector instead of a matrix, or vice versa.
         """
@@ -387,7 +387,9 @@ class LateFactors(Factors):
         return True
 
     def whole(self, turn: int | None = None) -> Arena:
-        """Return averages over ranks and over time, which stay valid until `release`.
+        """Return the averages of all layers or of slot `turn`, over ranks and over time.
+
+        They stay valid until `release`.
 
         Collective over: world.
         """

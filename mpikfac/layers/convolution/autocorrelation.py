@@ -78,12 +78,12 @@ def _strip(
 ) -> tuple[Tensor, Window, slice]:
     """Return the strip of `x` seen by patches before or after the output positions of a dimension.
 
-    In these patches, the `hidden` taps nearest to the output see only padding zeros. The remaining
+    In these patches, the `hidden` outermost taps see only zeros outside of `x`. The remaining
     taps become channels of the strip, so that every pixel along `dim` stands for one position.
 
     Returns:
         The strip `[batch, groups * taps * c, ...]`, transposed if `dim` is 1; its window; and the
-        remaining taps.
+        taps that became channels.
     """
     pad, dilation = window.padding[dim][side], window.dilation[dim]
     thickness = window.reach[dim] - pad
