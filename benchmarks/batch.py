@@ -21,11 +21,11 @@ from matplotlib.ticker import NullLocator
 
 from mpikfac_apps.lab.study.report.style import (
     GRID,
-    INK,
     QUIET,
     WIDTH,
     bars_between,
     figure_file,
+    hollow,
     legend,
     plain_ticks,
     styled,
@@ -48,7 +48,7 @@ def main() -> None:
         for panel in (left, right):
             panel.set(xscale="log", yscale="log")
         ideal = draw_steps(left, known["steps"]["rows"], styles)
-        draw_seconds(right, known["predicted seconds"]["rows"], styles)
+        draw_seconds(right, known, styles)
         for panel in (left, right):
             panel.xaxis.set_minor_locator(NullLocator())
             plain_ticks(panel.yaxis)
@@ -56,7 +56,7 @@ def main() -> None:
             "Deep autoencoder of patches of 8x8 pixels, trained to a test error of 0.4",
             fontsize="medium",
         )
-        legend(figure, {**styles, "half the steps for twice the batch": ideal}, columns=5)
+        legend(figure, {**styles, "half the steps for twice the batch, to 128": ideal}, columns=5)
     PICTURE.write_bytes(figure_file(figure, "svg"))
 
 
@@ -76,43 +76,46 @@ def draw_steps(
         panel.plot(along[:3], [first * along[0] / batch for batch in along[:3]], **ideal)
         for batch, row in zip(batches, rows):
             if limit := re.match(r"not in (\d+) steps", row[place]):
-                panel.annotate(
-                    f"{name}: {limit[0]}",
-                    (batch, int(limit[1])),
-                    xytext=(3, -7),
-                    textcoords="offset points",
-                    ha="right",
-                    va="top",
-                    size=8,
-                    color=INK,
-                )
-                panel.plot([batch], [int(limit[1])], **style | {"marker": "^", "fillstyle": "none"})
+                draw_limit(panel, (batch, int(limit[1])), f"{name}: {limit[0]}", style)
     panel.set(title="measured: mean and range of three seeds", xlabel="batch (images)")
     panel.set(ylabel="steps to the target")
     panel.set_xticks(batches, [f"{batch:,}" for batch in batches])
     return ideal
 
 
-def draw_seconds(
-    panel: Axes, rows: Sequence[Sequence[str]], styles: dict[str, dict[str, Any]]
-) -> None:
-    """Draw predicted seconds by ranks, with the batch beside each point."""
+def draw_limit(panel: Axes, place: tuple[int, int], text: str, style: dict[str, Any]) -> None:
+    """Draw a hollow marker with an arrow upwards, where runs ended without reaching the target."""
+    away: Any = {"xy": place, "textcoords": "offset points"}
+    arrow = {"arrowstyle": "<-", "color": style["color"], "shrinkB": 4}
+    panel.plot(*place, **hollow(style))
+    panel.annotate("", xytext=(0, 22), arrowprops=arrow, **away)
+    panel.annotate(text, xytext=(4, -12), ha="right", va="top", color=style["color"], **away)
+
+
+def draw_seconds(panel: Axes, known: dict[str, Any], styles: dict[str, dict[str, Any]]) -> None:
+    """Draw predicted seconds by ranks with the range of the steps; write batches beside them."""
+    rows = known["predicted seconds"]["rows"]
     ranks = [whole(row[0]) for row in rows]
-    for place, (name, style) in enumerate(styles.items(), start=1):
-        seconds, notes = zip(*(forecast(row[place]) for row in rows))
-        panel.plot(ranks, seconds, **style)
+    seeds = {row[0]: [steps_of(cell) for cell in row[1:]] for row in known["steps"]["rows"]}
+    for place, (name, style) in enumerate(styles.items()):
+        heights = []
         above = name != "K-FAC"  # the lowest curve
-        for at, value, note in zip(ranks, seconds, notes):
-            low = -6 if at != ranks[0] else -16  # names of neighbours do not overlap
+        for at, row in zip(ranks, rows):
+            seconds, note = forecast(row[1 + place])
+            *strategy, batch = note.removeprefix("batch ").split(", ")
+            steps = seeds[batch][place]
+            low, high = (seconds * end / fmean(steps) for end in (min(steps), max(steps)))
+            heights.append((low, seconds, high))
             panel.annotate(
-                note.replace(", ", "\n").replace("batch ", ""),
-                (at, value),
-                xytext=(0, 6 if above else low),
+                "\n".join([*strategy, batch]),
+                (at, high if above else low),
+                xytext=(0, 3 if above else -3),
                 textcoords="offset points",
-                ha="left" if at == ranks[0] and not above else "center",
+                ha="center",
                 va="bottom" if above else "top",
-                size=7,
             )
+        panel.plot(ranks, [seconds for _, seconds, _ in heights], **style)
+        bars_between(panel, ranks, heights, style)
     start = (MEASURED * ranks[1]) ** 0.5
     panel.axvspan(start, 2 * ranks[-1], color=GRID, zorder=0)
     panel.text(
@@ -122,9 +125,10 @@ def draw_seconds(
         transform=panel.get_xaxis_transform(),
         va="top",
     )
-    panel.set(title="predicted for 1 Gbit/s, with an earlier model of messages")
+    panel.set(title="predicted at all ranks, for 1 Gbit/s (earlier model of messages)")
     panel.set(xlabel="ranks; beside points: batch, and K-FAC's strategy")
-    panel.set(ylabel="seconds to the target", xlim=(ranks[0] / 1.6, 2 * ranks[-1]), ylim=(0.6, 22))
+    panel.set(ylabel="seconds to the target; bars: range of steps")
+    panel.set(xlim=(ranks[0] / 2.4, 2 * ranks[-1]), ylim=(0.6, 28))
     panel.set_xticks(ranks, [f"{count:,}" for count in ranks])
 
 

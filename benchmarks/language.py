@@ -9,7 +9,7 @@ first time. Seeds 1, 2 and 3 then give the bits of the test text, the last tenth
 
 Runs are kept in `results/language.json` and are not repeated. CPU seconds of a step are measured
 with all optimizers alternating, and are kept as well. `--known` prints the table of the known runs
-and draws `results/language.png`.
+and draws `docs/pictures/language.svg`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 
 import mpikfac
+from mpikfac_apps.lab.study.report.style import (
+    WIDTH,
+    bars_between,
+    figure_file,
+    legend,
+    styled,
+    variant_style,
+)
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import kfac_settings, make_strategy
 from mpikfac_apps.text import number
@@ -39,26 +44,22 @@ from mpikfac_apps.training import train
 from mpikfac_apps.training.parts.problem import build
 
 RESULTS = Path(__file__).parent / "results" / "language.json"
-PICTURE = RESULTS.with_suffix(".png")
-CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "text_kfac.yaml"
+ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs" / "pictures" / "language.svg"
+CONFIG = ROOT / "jobs" / "configs" / "text_kfac.yaml"
 COMMON = "--warmup_epochs=0.1", "--weight_decay=0"
 KFAC = (  # of the kept runs; today's defaults are different
     *("--optimizer=kfac", "--kfac.relative_damping=0.1", "--kfac.fisher_type=mc"),
-    *(
-        "--kfac.factor_update_steps=10",
-        "--kfac.inv_update_steps=20",
-        "--kfac.grafting.max_trust_ratio=1e9",
-    ),
+    *("--kfac.factor_update_steps=10", "--kfac.inv_update_steps=20"),
+    "--kfac.grafting.max_trust_ratio=1e9",
 )
-WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {  # options, rates, colour
-    "K-FAC": (KFAC, ("0.00125", "0.0025", "0.005"), "tab:red"),
-    "K-FAC, momentum of directions": (
-        *((*KFAC, "--kfac.momentum_of=directions"), ("0.0003", "0.001", "0.003")),
-        "tab:orange",
-    ),
-    "AdamW": (("--optimizer=adamw",), ("0.0003", "0.001", "0.003"), "tab:gray"),
-    "Muon": (("--optimizer=muon",), ("0.003", "0.01", "0.03"), "tab:blue"),
-    "SOAP": (("--optimizer=soap",), ("0.003", "0.01", "0.03"), "tab:green"),
+DIRECTIONS = "--kfac.momentum_of=directions"
+WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # options, rates
+    "K-FAC": (KFAC, ("0.00125", "0.0025", "0.005")),
+    "K-FAC, momentum of directions": ((*KFAC, DIRECTIONS), ("0.0003", "0.001", "0.003")),
+    "AdamW": (("--optimizer=adamw",), ("0.0003", "0.001", "0.003")),
+    "Muon": (("--optimizer=muon",), ("0.003", "0.01", "0.03")),
+    "SOAP": (("--optimizer=soap",), ("0.003", "0.01", "0.03")),
 }
 SEARCH, SEEDS = 0, (1, 2, 3)
 COST = "CPU seconds of a step"
@@ -81,7 +82,7 @@ def main() -> int:
 
 def everything(out: Path) -> None:
     """Run all missing runs: searches, then seed by seed; measure steps at the end."""
-    for way, (_, rates, _) in WAYS.items():
+    for way, (_, rates) in WAYS.items():
         for rate in rates:
             run(out, way, rate, SEARCH)
     for seed in SEEDS:
@@ -205,10 +206,10 @@ def report() -> None:
             ", ".join(f"{test:.3f}" for test in tests),
         ]
         cells.append(f"{statistics.mean(tests):.3f}")
-        own = cost.get(way, math.nan)
         steps = reached(found, level)
-        cells += [f"{1e3 * own:.0f} ms", f"{found[0]['step'][-1] * own:.0f} s"]
-        cells.append("never" if steps is None else f"{steps} steps, {steps * own:.0f} s")
+        cells.append("never" if steps is None else f"{steps} steps")
+        if way in cost:
+            cells += [f"{1e3 * cost[way]:.0f} ms", f"{found[0]['step'][-1] * cost[way]:.0f} s"]
         print(f"| {' | '.join(cells)} |")
     draw(complete, cost)
 
@@ -231,20 +232,36 @@ def reached(runs: list[Run], level: float) -> int | None:
 
 
 def draw(complete: dict[str, list[Run]], cost: dict[str, float]) -> None:
-    """Draw mean training bits by step, and by CPU seconds."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for way, runs in complete.items():
-        steps, bits = mean_curve(runs)
-        seconds = [step * cost.get(way, math.nan) for step in steps]
-        for axis, x in zip(axes, (steps, seconds)):
-            axis.plot(x, bits, color=WAYS[way][2], label=way)
-    for axis, label in zip(axes, ("step", "CPU seconds in training steps")):
-        axis.set(xlabel=label, ylim=(None, 5))
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("bits per byte of new text")
-    axes[0].legend()
-    figure.suptitle("gpt_small, one pass over 3,840 windows of 64 bytes, best learning rates")
-    figure.savefig(PICTURE, dpi=120)
+    """Draw mean training bits by step, and by CPU seconds where these were measured.
+
+    Bars beside the last points extend from the lowest to the highest seed.
+    """
+    styles = {way: variant_style(place) | {"markersize": 5} for place, way in enumerate(WAYS)}
+    with styled():
+        figure = Figure(figsize=(WIDTH, 4.8), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for place, (way, runs) in enumerate(complete.items()):
+            steps, bits = mean_curve(runs)
+            ends = [run["bits"][-1] for run in runs]
+            left.plot(steps, bits, **styles[way])
+            beside = steps[-1] * (1.03 + 0.02 * place)
+            bars_between(left, [beside], [(min(ends), bits[-1], max(ends))], styles[way])
+            left.plot(beside, bits[-1], **styles[way])
+            if way in cost:
+                right.plot([step * cost[way] for step in steps], bits, **styles[way])
+        left.set_xticks(range(0, steps[-1] + 1, 60))
+        left.set(title="by steps, with the range of seeds", xlabel="steps", ylim=(2, 5))
+        left.set(ylabel="training bits per byte, mean over seeds 1 to 3")
+        right.set(title="by time, where it was measured")
+        right.set(xlabel="steps times CPU seconds of a step")
+        for panel in (left, right):
+            panel.set_xlim(left=0)
+        figure.suptitle(
+            "Small GPT, one pass over 3,840 windows of 64 bytes, best learning rates",
+            fontsize="medium",
+        )
+        legend(figure, {way: styles[way] for way in complete}, columns=5)
+    PICTURE.write_bytes(figure_file(figure, "svg"))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ import mpikfac
 from mpikfac.lab import Curvature, evidence_prior, log_evidence, output_variances, probit
 from mpikfac_apps.lab.laplace import measures
 from mpikfac_apps.lab.study.report.style import (
+    LINES,
     QUIET,
     WIDTH,
     figure_file,
@@ -198,28 +200,52 @@ def draw(known: Sequence[Curves]) -> None:
         "loss": "loss of test images (negative log-likelihood)",
         "area": "foreign images found (area under the ROC curve)",
     }
-    posterior, weights = variant_style(0), {"color": QUIET, "linestyle": ":", "linewidth": 1.5}
     marks = {"evidence": variant_style(1), "held-out": variant_style(2)}
+    names = {"evidence": "prior by evidence", "held-out": "prior by held-out images"}
+    ticks = [10.0**power for power in range(-2, 5)]
     with styled():
-        figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
-        for panel, (key, title) in zip(figure.subplots(1, 2), titles.items()):
-            for found in known:
-                along, values = found["precision"], found[key]
-                panel.plot(along, values, **posterior | {"marker": ""})
-                panel.axhline(found[f"{key} of weights"], **weights)
-                for how, prior in found["priors"].items():
-                    near = min(range(len(along)), key=lambda at: abs(math.log(along[at] / prior)))
-                    panel.plot(prior, values[near], **marks[how] | {"markersize": 9})
-            panel.set(title=f"{title}, {len(known)} seeds", xscale="log")
-            ticks = [10.0**power for power in range(-2, 5)]
+        figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
+        panels = figure.subplots(1, 2)
+        for panel, (key, title) in zip(panels, titles.items()):
+            draw_curves(panel, known, key, marks)
+            panel.set(title=title, xlabel="precision of the prior")
             panel.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
-            panel.xaxis.set_minor_locator(NullLocator())
-            panel.set_xlabel("precision of the prior")
-        names = {"evidence": "prior by evidence", "held-out": "prior by held-out images"}
+        inset = panels[0].inset_axes((0.45, 0.4, 0.54, 0.56), xlim=(20, 1e4), ylim=(0.43, 0.49))
+        draw_curves(inset, known, "loss", marks)
+        inset.set_xticks([100, 1000], ["100", "1,000"])
+        panels[0].indicate_inset_zoom(inset)
+        lines = {}
+        for seed in range(len(known)):
+            lines[f"linearised outputs, seed {seed}"] = posterior(seed)
+            lines[f"weights of the run, seed {seed}"] = weights(seed)
         shown = {names[how]: style | {"linestyle": ""} for how, style in marks.items()}
-        lines = {"linearised outputs": posterior | {"marker": ""}, "weights of the run": weights}
-        legend(figure, {**lines, **shown})
+        legend(figure, {**lines, **shown}, columns=3)
     PICTURE.write_bytes(figure_file(figure, "svg"))
+
+
+def draw_curves(
+    panel: Axes, known: Sequence[Curves], key: str, marks: dict[str, dict[str, Any]]
+) -> None:
+    """Draw a measure by the precision of the prior, and mark the chosen precisions."""
+    for seed, found in enumerate(known):
+        along, values = found["precision"], found[key]
+        panel.plot(along, values, **posterior(seed))
+        panel.axhline(found[f"{key} of weights"], **weights(seed))
+        for how, prior in found["priors"].items():
+            near = min(range(len(along)), key=lambda at: abs(math.log(along[at] / prior)))
+            panel.plot(prior, values[near], **marks[how], markersize=8)
+    panel.set_xscale("log")
+    panel.xaxis.set_minor_locator(NullLocator())
+
+
+def posterior(seed: int) -> dict[str, Any]:
+    """Return the style of the linearised outputs of a seed."""
+    return variant_style(0) | {"marker": "", "linestyle": LINES[seed]}
+
+
+def weights(seed: int) -> dict[str, Any]:
+    """Return the style of the weights of a seed."""
+    return {"color": QUIET, "linestyle": LINES[seed], "linewidth": 1}
 
 
 def main() -> None:

@@ -285,12 +285,14 @@ def draw() -> None:
                 means = [measure.scale * value for value in mean_curve(chosen.runs)]
                 panel.plot(steps, means, **style, markersize=5, markevery=(place % every, every))
                 ends = [measure.scale * run["values"][-1] for run in chosen.runs]
-                beside = steps[-1] * (1.02 + 0.012 * place)
+                beside = steps[-1] * (1.03 + 0.025 * place)
                 bars_between(panel, [beside], [(min(ends), means[-1], max(ends))], style)
+                panel.plot(beside, means[-1], **style, markersize=5)
                 if at_an_end(problem, method):
                     panel.annotate("*", (beside, max(ends)), ha="center")
             seeds = {len(chosen.runs) for chosen in curves.values()}
             panel.set(title=f"{title}, {listed(map(str, sorted(seeds)))} seeds")
+            panel.set_xticks(range(0, steps[-1] + 1, 60))
             panel.set(xlabel="steps", ylabel=f"{measure.axis}, mean over seeds", xlim=(0, None))
             panel.set_ylim(limits(measure, curves.values()))
             if measure.best is min:

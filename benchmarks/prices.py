@@ -34,7 +34,15 @@ from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY, NAMED
 from mpikfac.preconditioners import PRECONDITIONERS
 from mpikfac.predict import Job, Machine
 from mpikfac.settings import MOMENTUM
-from mpikfac_apps.lab.study.report.style import WIDTH, figure_file, legend, styled, variant_style
+from mpikfac_apps.lab.study.report.style import (
+    QUIET,
+    WIDTH,
+    figure_file,
+    hollow,
+    legend,
+    styled,
+    variant_style,
+)
 from mpikfac_apps.problems import models
 from support.torchvision import stand_in
 
@@ -291,6 +299,12 @@ def way(row: dict[str, Any]) -> str:
     return row["strategy"] + (f" {row['workers']}" if row["strategy"] == "hybrid" else "")
 
 
+def shards(row: dict[str, Any]) -> bool:
+    """Return whether only owners keep the optimizer's state under a row's strategy."""
+    name = {bare: name for name, bare in BARE.items()}.get(row["strategy"], row["strategy"])
+    return NAMED[name].strategy.assignment.shard_optimizer
+
+
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw steps relative to SGD's, and memory, in a row per method with a marker per network."""
     networks = list(dict.fromkeys(row["network"] for row in rows))
@@ -304,19 +318,22 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             heights = [row + 0.2 * (place - 1) for row in range(len(methods))]
             longer = [100 * (own[m]["seconds"] / own["SGD"]["seconds"] - 1) for m in methods]
             kept = [own[m]["memory"] / 1e6 for m in methods]
-            for panel, values in zip(panels, (longer, kept)):
-                panel.plot(values, heights, **styles[name], markersize=6)
+            panels[0].plot(longer, heights, **styles[name], markersize=6)
+            for value, height, method in zip(kept, heights, methods):
+                style = styles[name] if shards(own[method]) else hollow(styles[name])
+                panels[1].plot(value, height, **style, markersize=6)
         panels[0].set(title="step time", xlabel="time beyond that of SGD (%)")
         panels[1].set(title="memory", xlabel="MB kept by the rank that keeps most")
         panels[0].set_yticks(range(len(methods)), methods)
         panels[0].invert_yaxis()
-        for panel in panels:
-            panel.set_xlim(left=0)
         panels[0].set_xlim(left=-2)
+        panels[1].set_xlim(left=0)
+        panels[1].xaxis.set_major_formatter("{x:,.0f}")
         machine, ranks = rows[0]["machine"], rows[0]["ranks"]
         figure.suptitle(f"Predicted for {ranks} ranks of {machine}; none of it was measured")
         titles = {NETWORKS[name].title: styles[name] for name in networks}
-        legend(figure, titles, columns=3)
+        whole = hollow({"color": QUIET, "marker": "o", "linestyle": ""})
+        legend(figure, titles | {"hollow: every rank keeps the optimizer's state": whole}, 2)
     path.write_bytes(figure_file(figure, "svg"))
 
 

@@ -20,17 +20,18 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from training import CIFAR10, SEEDS, by_epoch, by_turns, launch, step_seconds
 
 from mpikfac_apps.lab.study.report.style import (
-    INK,
     bars_between,
     figure_file,
+    hollow,
     styled,
     variant_style,
 )
@@ -63,6 +64,7 @@ def recipe(every: int, batch: str, lr: str, decay: str, **more: str) -> dict[str
     return setting("7", batch, lr, decay, **intervals, **more)
 
 
+SHORT = {"sgd": setting("8", "256", "0.1", "0.0005"), "muon": setting("7", "256", "0.01")}
 GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
     FEW: {
         "sgd": [
@@ -91,7 +93,7 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
             setting("15", "256", "0.2", "0.0005"),
             setting("15", "128", "0.1", "0.0005"),
             setting("15", "64", "0.05", "0.0005"),
-            setting("8", "256", "0.1", "0.0005"),
+            SHORT["sgd"],
         ],
         "kfac": [
             recipe(5, "256", "0.003", "0.02"),
@@ -107,7 +109,7 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
             recipe(20, "128", "0.003", "0.02", length="adam", subsample="1"),
         ],
         "adamw": around("15", "0.001", "0.003", "0.01"),
-        "muon": [*around("15", "0.005", "0.01", "0.02"), setting("7", "256", "0.01")],
+        "muon": [*around("15", "0.005", "0.01", "0.02"), SHORT["muon"]],
         "soap": around("15", "0.001", "0.003", "0.01"),
     },
 }
@@ -235,31 +237,50 @@ def by_default() -> list[float]:
 
 
 def draw(path: Path) -> None:
-    """Draw mean and range by epoch of each optimizer's best setting, and K-FAC by default."""
+    """Draw mean and range by epoch of each optimizer's best setting, and ends of other runs.
+
+    The others are K-FAC by default, and short runs of optimizers whose best setting has a long
+    schedule.
+    """
+    styles = {one: variant_style(place) | {"markersize": 5} for place, one in enumerate(LABELS)}
     with styled():
-        figure = Figure(figsize=(8, 5), layout="constrained")
+        figure = Figure(figsize=(8, 5.4), layout="constrained")
         axis = figure.subplots()
-        for place, (optimizer, label) in enumerate(LABELS.items()):
+        for optimizer, label in LABELS.items():
             for choice, line in zip(best_budgets(ALL, optimizer), ("-", "--")):
                 columns = [
                     [100 * value for value in column]
                     for column in zip(*runs_of(ALL, optimizer, choice))
                 ]
-                style = variant_style(place) | {"linestyle": line, "markersize": 5}
-                name = f"{label}, {len(columns)} epochs, {number(len(columns[0]), 'seed')}"
+                style = styles[optimizer] | {"linestyle": line}
+                tuned = ", tuned" if optimizer == "kfac" else ""
+                name = f"{label}{tuned}, {len(columns)} epochs, {number(len(columns[0]), 'seed')}"
                 x, means = range(1, len(columns) + 1), [*map(statistics.mean, columns)]
                 axis.plot(x, means, **style, label=name)
                 ends = [*map(min, columns)], [*map(max, columns)]
                 axis.fill_between(x, *ends, color=style["color"], alpha=0.2, linewidth=0)
-        ends = [100 * value for value in by_default()]
-        star: Any = {"color": INK, "marker": "*", "markersize": 10, "linestyle": "", "zorder": 3}
-        name = f"K-FAC by default, 7 epochs, {number(len(ends), 'seed')}"
-        axis.plot(7, statistics.mean(ends), **star, label=name)
-        bars_between(axis, [7], [(min(ends), statistics.mean(ends), max(ends))], star)
-        axis.set_title("ResNet-20 on CIFAR-10; bands and bar: range of seeds (one seed has none)")
-        axis.set(xlabel="epoch", ylabel="test accuracy (%)")
-        axis.legend(fontsize="small")
+        draw_end(axis, 7, by_default(), styles["kfac"], "K-FAC by default, 7 epochs")
+        for optimizer, choice in SHORT.items():
+            epochs, name = int(choice["epochs"]), f"{LABELS[optimizer]}, {choice['epochs']} epochs"
+            ends = [run[-1] for run in runs_of(ALL, optimizer, choice)]
+            draw_end(axis, epochs, ends, styles[optimizer], f"{name}, batch {choice['batch']}")
+        axis.set_title("ResNet-20 on CIFAR-10; bands, bar: range of seeds; hollow: other runs")
+        axis.set(xlabel="epoch", ylabel="test accuracy (%)", ylim=(60, 88))
+        axis.set_yticks(range(60, 89, 4))
+        axis.legend(fontsize="small", loc="lower right")
     path.write_bytes(figure_file(figure, "svg"))
+
+
+def draw_end(
+    axis: Axes, epochs: int, ends: Sequence[float], style: dict[str, Any], name: str
+) -> None:
+    """Draw a hollow mark at the mean end of runs, and their range, beside the last epoch."""
+    percent = [100 * end for end in ends]
+    mean, beside = statistics.mean(percent), epochs + 0.2
+    mark = hollow(style) | {"linestyle": "", "markersize": 7}
+    axis.plot(beside, mean, **mark, label=f"{name}, {number(len(ends), 'seed')}")
+    if len(ends) > 1:
+        bars_between(axis, [beside], [(min(percent), mean, max(percent))], style)
 
 
 if __name__ == "__main__":

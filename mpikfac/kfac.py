@@ -101,11 +101,12 @@ class KFAC(Trainer):
         estimator: how factors are estimated.
         coverage: the layers to cover, and the form of their factors.
         budget: the maximum number of operations for statistics and decompositions, averaged over
-            steps, as a fraction of those of the forward and backward passes; the fraction is 1
-            during the first 160 steps. To stay within it, intervals are lengthened after the first
-            batch with statistics, and factors are cut into blocks of at most 128 rows, or half as
-            many rows as the batch has vectors, whichever is more. If it is None, or if you set an
-            interval or a covering rule, intervals and factors stay unchanged.
+            steps, as a fraction of those of the forward and backward passes; the fraction is at
+            least 1 during the first 160 steps. To stay within it, intervals are lengthened after
+            the first batch with statistics, and factors are cut into blocks of at most 128 rows, or
+            half as many rows as the batch has vectors, whichever is more. If it is None, or if you
+            set an interval, intervals and factors stay unchanged; if you set a covering rule, only
+            factors do.
         matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands. "float32": not at all; on a GPU, torch's settings apply. "tf32":
             to 10 bits of mantissa. "bfloat16": to 7 bits. Results are accumulated in float32, and
@@ -236,7 +237,7 @@ class KFAC(Trainer):
     def record(
         self, outputs: Tensor | Sequence[Tensor], loss: Loss | Sequence[Loss] = "cross-entropy"
     ) -> None:
-        """Record statistics for labels sampled from the model, if `fisher_type` needs them.
+        """Record statistics for labels from the model's distribution, if `fisher_type` needs them.
 
             outputs = model(images)
             kfac.record(outputs)
@@ -297,8 +298,8 @@ class KFAC(Trainer):
             ValueError: the set of trained parameters has changed, or the strategy has
                 `shard_optimizer` (the owner of a layer must update it), `overlap` (gradients are
                 sent before the caller can average them), `virtual_ranks` (K-FAC adds their
-                gradients in order), local steps (each rank updates a replica) or `QuadraticModel`
-                (only `step` uses the batch).
+                gradients in order) or local steps (each rank updates a replica), or the grafting is
+                `QuadraticModel` (only `step` uses the batch).
         """
         self._check_preconditions()
         self._warn_of_unfinished()
@@ -407,13 +408,13 @@ class KFAC(Trainer):
 
         The ratio is the change in the loss, averaged over ranks, relative to the change that
         K-FAC's damped quadratic model predicts for `delta = -lr direction`:
-        `<gradient, delta> + 1/2 <delta, C delta>`. `C direction` is the gradient, up to the scale
-        of the step, so no product with C is computed. Everything outside this model contributes
-        only to the change in the loss: momentum, weight decay, uncovered parameters, and, in a
-        layer with several learning rates, the coupling of its parameters. With `QuadraticModel`,
-        the full quadratic model predicts the full step. With inverses, the new
-        damping takes effect at the next decomposition. Call `update_damping` before `state_dict`,
-        which does not store the prediction.
+        `<gradient, delta> + 1/2 <delta, C delta>`, where `C` is the damped curvature. `C direction`
+        is the gradient, up to the scale of the step, so no product with `C` is computed. Everything
+        outside this model contributes only to the actual change in the loss: momentum, weight
+        decay, uncovered parameters, and, in a layer with several learning rates, the coupling of
+        its parameters. With `QuadraticModel`, the full quadratic model predicts the full step. With
+        inverses, the new damping takes effect at the next decomposition. Call `update_damping`
+        before `state_dict`, which does not store the prediction.
 
         Collective over: world.
 

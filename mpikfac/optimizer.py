@@ -80,7 +80,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(fields)  # __init__ would create new parameter groups and a new state
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise TypeError: a copy would not observe the model, and a file would lack its state."""
+        """Raise TypeError: a copy would not observe the model, and would lack K-FAC's state."""
         raise TypeError(
             f"{type(self).__name__} must not be copied or pickled: the copy would lack K-FAC's "
             f"state; use state_dict()"
@@ -318,7 +318,7 @@ class KFACOptimizer(Optimizer):
             momentum = number(0) if callable(number) else number
         trained = model.parameters() if params is None else params
         descent = Descent(trained, lr, momentum, weight_decay)
-        grafting = grafting.with_momentum(momentum)  # so that error messages print the number
+        grafting = grafting.with_momentum(momentum)  # so that error messages print its value
         if momentum:
             grafting = grafting.with_momentum(descent.momentum)
         super().__init__(

@@ -55,8 +55,8 @@ def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]
     """Return, by rank and event, how many seconds the rank waited for the last member to arrive.
 
     All times must be on the same clock. An event that sends nothing never waits. On background
-    threads, waiting is unknown and counts as 0: messages are already in flight when the recording
-    starts, and some ranks are further along than others.
+    threads, the waiting time is unknown and counts as 0: messages are already in flight when the
+    recording starts, and some ranks are further along than others.
     """
     named = [list(_collectives(events, rank, columns)) for rank, events in enumerate(ranks)]
     arrived: dict[tuple[str, ...], float] = {}
@@ -220,7 +220,7 @@ def _hidden(values: Mapping[str, float]) -> float:
 
 
 def _flights(events: Sequence[Event]) -> dict[str, Spans]:
-    """Return the start and end of every message by stage; all its pieces form one flight."""
+    """Return the start and end of every message, by stage; the pieces of a message are joined."""
     pieces: defaultdict[tuple[str, str, int], list[Event]] = defaultdict(list)
     for number, event in enumerate(events, start=1):
         if event.over:
@@ -259,8 +259,8 @@ def chrome_trace(ranks: Sequence[Recorded], columns: int) -> dict[str, Any]:
     """Return the timeline in Chrome's trace format for Perfetto, with one process per rank.
 
     A process has rows for the steps, the training, and background threads. Times are in
-    microseconds since the first step. If a rank waits in a collective, "waiting" is drawn inside
-    it.
+    microseconds since the first step. If a rank waits in a collective, a slice "waiting" is
+    drawn inside that of the collective.
     """
     origin = min(start for recorded in ranks for start, _ in recorded.steps.values())
     waits = waiting([recorded.events for recorded in ranks], columns)

@@ -34,7 +34,7 @@ COMMUNICATION = (
 )
 """Stages that communicate; all other stages only compute."""
 
-ORIGINS = 5  # how often the clocks of the host and the GPU are read together
+ORIGINS = 5  # how many times the clocks of the host and the GPU are read together
 
 
 class Event(NamedTuple):

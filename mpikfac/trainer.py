@@ -135,7 +135,7 @@ class Trainer:
         self.steps = 0
         self._guard = StepGuard(optimizer, self)
         self._unequal: set[str] = set()  # buffers that can differ between ranks
-        self._whole = True  # `is_consistent` when the batch began
+        self._whole = True  # the value of `is_consistent` when the batch began
         drawn = self._draw()
         self._steps = WatchedSteps(team.trains, type(self).__name__)
         self.built = self._build(drawn)
@@ -171,15 +171,14 @@ class Trainer:
             scaler: a `torch.amp.GradScaler` whose `scale(loss)` was used for the backward pass.
                 First, gradients and statistics are unscaled. If any of them is not finite on some
                 rank, all ranks skip the step: it is counted in `steps`, but the batch is ignored,
-                and updates of factors and bases that were due are left out until they are next due.
-                Then the scale is reduced or, after enough steps, increased, identically on all
-                ranks. Do not call the scaler's `unscale_`, `step` and `update`: this method
-                replaces all three.
+                and updates of factors and bases that are due in this step are left out. Then the
+                scale is reduced or, after enough steps, increased, identically on all ranks. Do not
+                call the scaler's `unscale_`, `step` and `update`: this method replaces all three.
             max_norm: the maximum norm of the averaged gradient of all parameters; a longer gradient
                 is scaled down before K-FAC preconditions it. None for no bound. Must be equal on
                 all ranks.
-            examples: the number of examples over which the rank's loss is a mean, if batches are
-                uneven; passed by all ranks or by none. Averages of gradients, statistics and
+            examples: the number of examples over which the rank's loss is a mean, if this differs
+                between ranks; passed by all ranks or by none. Averages of gradients, statistics and
                 factors over ranks are weighted by it; the passes of a rank with 0 examples are
                 ignored. None: all ranks have the same weight.
 
@@ -229,7 +228,7 @@ class Trainer:
         if examples is not None:
             gradients.weigh(examples, method.examples)
             if not examples:
-                method.abort_batch()  # also drops passes with no label that counts
+                method.abort_batch()  # this also drops passes in which all labels were ignored
         if scaler is not None and not average_scaled(gradients, scaler, method.unscale(scaler)):
             self._skip(arguments)
             return
@@ -538,7 +537,7 @@ class Trainer:
         log.info("step %d: %s; adopted", self.steps, reason)
 
     def detach(self) -> None:
-        """Remove the hooks; apart from its weights, the model is then unchanged."""
+        """Remove the hooks; only the weights then differ from those of the original model."""
         self._guard.remove()
         leave_model(self.model, self)
         self._detach_parts()
@@ -564,8 +563,8 @@ class Trainer:
         """Return this rank's part of the state, by name; all ranks' parts form the complete state.
 
         It contains the model, the optimizer, the number of steps and, with K-FAC, factors as packed
-        triangles (or vectors), weights of factors, bases and pending bases, scales, averages of
-        grafting, and adapted damping: everything needed to resume exactly, even between two
+        triangles (or vectors), weights of factors, bases and pending bases, scales, the averages of
+        the grafting, and an adapted damping: everything needed to resume exactly, even between two
         decompositions. Compression errors are dropped, as in a restart.
 
         With local steps, the complete state contains every rank's optimizer state.
@@ -595,10 +594,10 @@ class Trainer:
         """Load the rank's part of `state`, saved with any strategy on any number of ranks.
 
         Either all ranks load a state, or none does. The state of a first-order run is accepted, and
-        so is one with another estimator for some or all layers: the next step computes the
-        statistics of those layers, and all bases. The state must contain the same sides and blocks
-        of each layer's factors: a state saved with fisher_type="forward-only" has no G, which other
-        types need.
+        so is that of a run with another estimator for some or all layers: the next step computes
+        the statistics of those layers, and all bases. The state must contain the same sides and
+        blocks of each layer's factors: a state saved with fisher_type="forward-only" has no G,
+        which other types need.
 
         Collective over: world.
 

@@ -108,11 +108,13 @@ def offenders(check: Callable[[Path], Iterable[str]], paths: Iterable[Path]) -> 
     return [f"{path.relative_to(ROOT)}: {each}" for path in paths for each in check(path)]
 
 
+@pytest.mark.gate
 def test_packages_are_entered_by_their_interfaces():
     """Oracle: the files. import-linter holds the direction of imports (pyproject.toml)."""
     assert offenders(lambda path: past_a_door(parse(path), room_of(path)), LIBRARY) == []
 
 
+@pytest.mark.gate
 def test_programs_use_the_public_library():
     """Oracle: the names that `mpikfac` exports, as for users; no MPI and no HDF5."""
     assert offenders(lambda path: private(parse(path)), PROGRAMS) == []
@@ -228,6 +230,7 @@ def all_classes() -> dict[str, list[ast.ClassDef]]:
     return by_name
 
 
+@pytest.mark.gate
 def test_attributes_are_made_in_init():
     """Oracle: the syntax trees."""
     assert offenders(lambda path: late(parse(path), all_classes()), LIBRARY + PROGRAMS) == []
@@ -249,6 +252,7 @@ def test_an_attribute_that_arises_late_is_seen(method):
     assert late(derived, {"A": list(classes(tree))}) == set()
 
 
+@pytest.mark.gate
 def test_a_class_of_the_programs_has_a_name_of_its_own():
     """Oracle: the syntax trees."""
     of_programs = {node.name for path in PROGRAMS for node in classes(parse(path))}
@@ -378,6 +382,7 @@ def reaching_in(tree: ast.AST) -> Iterator[str]:
             yield f"{ast.unparse(node)}.{name} (line {node.lineno})"
 
 
+@pytest.mark.gate
 def test_one_file_of_tests_knows_the_inside_of_trainers():
     """Oracle: the members of trainers in the library's classes, without the public interface.
 

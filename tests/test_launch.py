@@ -25,6 +25,7 @@ def test_one_failing_rank_ends_the_job():
     assert "AssertionError" in ended.stderr
 
 
+@pytest.mark.gate
 def test_a_job_that_hangs_is_killed_with_all_its_ranks():
     mark = f"mark_{uuid.uuid4().hex}"
     with pytest.raises(subprocess.TimeoutExpired) as hung:

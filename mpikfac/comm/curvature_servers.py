@@ -64,7 +64,7 @@ class SplitComm:
             raise ValueError("comm=None must be a communicator, such as mpikfac.world()")
         if self.comm is None:
             raise ValueError(
-                "this rank does not train; call mpikfac.run_curvature_server(team) on it"
+                "this rank does not train; call mpikfac.lab.run_curvature_server(team) on it"
             )
         return self.comm
 
@@ -81,10 +81,10 @@ def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
 
         team = mpikfac.split_comm(comm, curvature_servers=1)
         if team.comm is None:
-            mpikfac.run_curvature_server(team)
+            mpikfac.lab.run_curvature_server(team)
         else:
-            strategy = Strategy(refresh=CurvatureServers(servers=1))
-            kfac = KFAC(model, optimizer, team, strategy)
+            strategy = mpikfac.Strategy(refresh=mpikfac.lab.CurvatureServers(servers=1))
+            kfac = mpikfac.KFAC(model, optimizer, team, strategy)
             ...
             kfac.close()
 

@@ -88,7 +88,7 @@ def _copied(value: object) -> object:
 
 
 def _alone() -> Any:
-    """Return a stand-in for `mpi4py.MPI`, with everything a process or a process group needs."""
+    """Return a stand-in for `mpi4py.MPI`, with what a single process or a process group needs."""
     return SimpleNamespace(
         BAND="logical and of bits",
         COMM_WORLD=_Alone(),

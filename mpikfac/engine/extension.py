@@ -17,7 +17,7 @@ from mpikfac.engine.site import Site
 
 
 class OneModel(Part):
-    """Base class for exchanges; it adds no messages to the reductions: all ranks train one model.
+    """Base class for exchanges. Here, all ranks train one model, so reductions are sufficient.
 
     Subclasses override the hooks of a step: `begin_step`, `before_update` (not called in steps that
     ranks skip) and `end_step`.
@@ -93,7 +93,7 @@ def exchange_of(site: Site, gradients: Gradients) -> OneModel:
 
 def attached(site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:
     """Yield the parts that the chosen methods add; a part can replace the sender of gradients."""
-    for module in model.modules():  # the first split layer attaches the parts for all of them
+    for module in model.modules():  # the first split layer attaches the parts for all split layers
         attach = getattr(vars(module).get("forward"), "attach", None)
         if attach is not None:
             yield from attach(site, gradients, model)

@@ -20,7 +20,7 @@ from mpikfac.plan import Plan, RankPlan, check_count, names, stages
 def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
     """Return the views of the arena that receive means over ranks instead of sums.
 
-    A robust rule's vectors stay undivided, and so do gradients that `fully_shard` has averaged.
+    Vectors for a robust rule are not divided, nor are gradients that `fully_shard` has averaged.
     """
     if plan.strategy.sync.aggregation.sums and not plan.sharding:
         return [arena.flat]
@@ -137,13 +137,15 @@ class Gradients:
         """Weight the rank's contributions by the number of examples in its mean loss.
 
         Args:
-            seen: the number of examples in the rank's statistics, which are from now on weighted
-                like the gradients; the total number over ranks does not change.
+            seen: the number of examples in the rank's statistics. From now on, the statistics are
+                weighted like the gradients, and scaled so that the total number of examples over
+                all ranks does not change.
 
         Collective over: world.
 
         Raises:
-            ValueError: no rank has any examples, or values are sent before the weight is known.
+            ValueError: no rank has any examples, or the ranks of a group of split layers have
+                different numbers of examples.
         """
         examples = int(examples)
         total, all_seen = self._counted_examples(examples, seen if examples else 0)
@@ -287,8 +289,8 @@ def check_weighable(examples: int, plan: Plan) -> None:
     """Check that ranks can weight gradients before the reduction.
 
     Raises:
-        ValueError: `examples` is not a number of examples, or gradients are not reduced, or they
-            are sent before the weight is known.
+        ValueError: `examples` is not a number of examples; or the trainer does not average the
+            gradients, or sends them before the weight is known.
     """
     check_count("examples", examples, 0)
     transport, sync = plan.strategy.transport, plan.strategy.sync

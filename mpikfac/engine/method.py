@@ -158,7 +158,7 @@ class MethodFactory:
         """Plan the communication, and check that choices, ranks and optimizer are compatible.
 
         Raises:
-            ValueError: they are not compatible.
+            ValueError: choices, ranks and optimizer are not compatible.
         """
         shapes, means = model.of_uncovered()
         return plan_for(

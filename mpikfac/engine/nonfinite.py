@@ -1,7 +1,7 @@
 """Count and report non-finite values, and warn about settings that are probably unintended.
 
 On a GPU, the flags that show whether values are finite stay on the device until the host has to
-wait for it anyway.
+wait for the GPU anyway.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Nonfinite:
         """Record that `names` were not finite in this step, but all others in `tried` were.
 
         Args:
-            instead: the consequence, for the log.
+            instead: what happens instead of using the values, as text for the log.
             tried: the names of this kind that were computed in this step; None for all.
 
         Raises:

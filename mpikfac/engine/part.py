@@ -1,8 +1,8 @@
 """Parts of a step that have a state; each lists its items, and everything else follows from them.
 
-The state of a run is the union of all ranks' parts of it. The list of items determines what a rank
-saves, which names a complete state has, what a rank needs from a state, and what it adopts when
-the model changes.
+The state of a run consists of the items of all ranks. A part's list of items determines what a rank
+saves, which names a complete state has, what a rank needs from a state, and what it adopts when the
+model changes.
 
 Two methods undo work, here and in all other classes that take part in a step: `abort_batch` drops a
 batch that no step will use, and `reset` restores the initial state.
@@ -69,7 +69,7 @@ class Part:
         return {}
 
     def in_state(self, names: Collection[str]) -> Iterable[Item]:
-        """Return the items to load from a state with `names`.
+        """Return the items to load from a state that contains `names`.
 
         Raises:
             ValueError: the state lacks an item that cannot start from scratch.
@@ -92,7 +92,7 @@ class Part:
         return {item.name for item in self.items()}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items to load from a state with `names`, with values of the expected form."""
+        """Return the items to load from a state that contains `names`, in their expected form."""
         return _saved(self.in_state(names))
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
@@ -128,7 +128,7 @@ class PreconditionerPart(Part):
         Collective over: none.
 
         Args:
-            x: the inputs, as in the sums for factors.
+            x: the inputs, in the same form as for the sums of factors.
             g: the gradients with respect to the layer's outputs.
             weight: the weight of the call in the sums.
         """
@@ -149,7 +149,7 @@ class PreconditionerPart(Part):
 
         Args:
             statistics: the rank's sums for factors, and their numbers of examples.
-            of_loss: whether the gradients belong to the loss, a mean over the batch.
+            of_loss: whether the gradients are those of the loss, which is a mean over the batch.
             weight: the weight of the rank's examples.
         """
         raise NotImplementedError
@@ -168,7 +168,7 @@ class PreconditionerPart(Part):
 
 
 def handed_on(comm: Comm, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
-    """Copy tensors whose name and shape are unchanged, also between ranks; return their names.
+    """Copy tensors of unchanged name and shape, within and between ranks; return their names.
 
     Collective over: comm.
     """

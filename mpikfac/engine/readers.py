@@ -98,7 +98,7 @@ class EarlyReader(Reader):
 
     def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
         super().__init__(slots, sender)
-        self._made: Counter[str] = Counter()  # gradients computed by the pass, by block
+        self._made: Counter[str] = Counter()  # how many gradients the pass has computed, by block
         # Gradients that have been sent, and their versions, by the parameter's id.
         self._sent: dict[int, tuple[Tensor | None, int]] = {}
         own = ref(self)  # a model can outlive the trainer
@@ -111,7 +111,7 @@ class EarlyReader(Reader):
         finalize(self, remove, self._hooks)
 
     def read(self) -> None:
-        """Send the gradients that no backward pass has computed, and check the others."""
+        """Send the blocks that have not been sent, and check that the others have not changed."""
         for slot in self.slots:
             if self.sender.is_ready(slot.block.name):
                 self._check_unchanged(slot)

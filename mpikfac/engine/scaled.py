@@ -45,9 +45,9 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
     """Average gradients of a scaled loss; return whether the gradients of all ranks are finite.
 
     A rank whose gradients contain NaN or infinity, or for which `finite` is False, sends only NaN,
-    which every rank that receives a part of the sum detects; ranks without a part are notified. The
-    scaler gets the same result on all ranks, or one result per rank if ranks update replicas of the
-    model.
+    which every rank that receives a part of the sum detects; ranks that receive no part are
+    notified. The scaler gets the same result on all ranks, or one result per rank if ranks update
+    replicas of the model.
 
     Collective over: as in `Gradients.average`; also world if a rank updates no parameters.
     """
@@ -68,7 +68,7 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
 
 
 def _spoil(gradients: Gradients, accumulated: Tensor) -> None:
-    """Fill everything that is sent with NaN, except the votes, of which only SKIP is set to NaN."""
+    """Make all values NaN before they are sent; of the votes, change only SKIP."""
     for block in gradients.blocks:
         values = accumulated[..., gradients.arena.span(block.name)]
         (values[..., SKIP] if isinstance(block, Votes) else values).fill_(torch.nan)

@@ -2,8 +2,8 @@
 
 Each rank holds some rows of every parameter and of its gradient, which `fully_shard` has already
 averaged. The owner of a layer computes the direction of the whole layer. Two all-to-alls per step
-carry the rows and, with the rows of each parameter, one number: the norm of the rank's rows of the
-weights on the way to the owner, and 1 on the way back, or 0 if the parameter is not to be stepped.
+carry the rows, and one number with the rows of each parameter: on the way to the owner, the norm of
+the rank's rows of the weight; on the way back, 1, or 0 if the parameter is not to be stepped.
 """
 
 from __future__ import annotations
@@ -129,13 +129,16 @@ class ShardReader(Reader):
         copy_all(copies)
 
     def _by_parameter(self, pieces: Sequence[Tensor]) -> tuple[list[list[Tensor]], ...]:
-        """Return the rows and the number from every shard, for each parameter of this owner."""
+        """Return the rows and the norms of all shards, for each of this owner's parameters."""
         count = 2 * len(self._owned)
         rows = [list(pieces[place::count]) for place in range(0, count, 2)]
         return rows, [list(pieces[place::count]) for place in range(1, count, 2)]
 
     def weights(self, layer: Layer) -> list[Tensor]:
-        """Return, for each weight, the norms of its shards; their norm is that of the weight."""
+        """Return, for each weight, the norms of its shards.
+
+        The norm of these norms is the norm of the weight.
+        """
         return [self._norms[id(parameter)] for parameter in layer.parameters]
 
     # -- directions to shards --------------------------------------------------------------------
@@ -171,7 +174,7 @@ class ShardReader(Reader):
             gradient.copy_(rows.view(gradient.shape))
 
     def _for_rank(self, rank: int) -> Iterator[Tensor]:
-        """Yield, for each direction of this owner, the rows of `rank`, and 1, or 0 to skip them."""
+        """Yield each direction's rows for `rank`, and 1; both are 0 if there is no direction."""
         like, shards = self.sender.arena.flat, self._site.plan.sharding.shards
         for each in self._owned:
             elements = each.planned.elements

@@ -138,7 +138,7 @@ class Owners(ByOwners):
         try:
             super().step(optimizer)
             self._publish()
-        finally:  # the program has not written the weights of an interrupted step
+        finally:  # also after an error: the step, not the program, has written the weights
             if self.writes is not None:
                 self.writes.note()
 
@@ -155,7 +155,7 @@ class Owners(ByOwners):
     def _receives(self, slot: Slot) -> bool:
         """Return whether the rank copies a block's weights from the messages.
 
-        If changes were encoded, the sender, too, uses the decoded ones.
+        If changes were encoded, the sender, too, uses the decoded changes.
         """
         return bool(self._before) or not slot.steps
 

@@ -41,9 +41,9 @@ class Coverage:
     Args:
         skip: names of modules to train first-order, including all modules inside them.
         covers: the kind of layer that covers each class of modules, by the class or its full name.
-            The default, `KINDS`, covers linear layers, convolutions, embeddings and attention.
-            `{**KINDS, **NORMS}` also covers normalisation layers. Add your own modules in the same
-            way; see `layers`.
+            The default, `KINDS`, covers linear layers, convolutions, embeddings, attention and
+            recurrent cells. `{**KINDS, **NORMS}` also covers normalisation layers. Add your own
+            modules in the same way; see `layers`.
         rule: a function that maps the shape of a layer with full factors to the shape to use, for
             example with only diagonals, only blocks or only one side; it can also set how positions
             that share a weight are counted, and a preconditioner for this layer.
@@ -130,10 +130,11 @@ def cover(
 
 
 def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
-    """Return the layers that contain all uses of their parameters, and the ties of the others.
+    """Drop layers that lack some uses of their parameters; return the others, and the ties.
 
     A parameter's gradient is the sum over all its uses: for a weight shared by the embedding and
-    the head, it is the sum over both. The factors of only some uses do not describe its curvature.
+    the head, it is the sum over both. Factors computed from only some of the uses do not describe
+    the parameter's curvature.
     """
     uses: dict[int, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
@@ -152,7 +153,7 @@ def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer
 
 
 def _ruled(rule: Rule, shape: LayerShape) -> LayerShape:
-    """Return a layer's shape after applying the rule.
+    """Apply the rule to a layer's shape, and return the result.
 
     Raises:
         ValueError: the rule changes the layer's name, sizes or groups, or sets `sides` or

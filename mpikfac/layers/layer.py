@@ -227,7 +227,10 @@ class Layer:
         return [squares(columns[..., block, :]) for block in blocks]
 
     def first_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return `sum(a)` or `sum(g)` of a call; with "reduce", the sum of means of `a`."""
+        """Return `sum(a)` or `sum(g)` of a call.
+
+        With kfac_approx="reduce", `a` is replaced by its mean over the positions of an example.
+        """
         if side == "A" and self.shape.kfac_approx == "reduce":
             return self.input_means(x).sum(0)
         return self.input_vector(x) if side == "A" else self.output_vector(g)
@@ -328,7 +331,7 @@ class Layer:
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return, for each side, the factor that scales sums to A or G, or to the mean vector."""
+        """Return, for each side, the multiplier that turns sums into A or G, or a mean vector."""
         scales = vector_scales if vectors else factor_scales
         examples = batch if self.spatial or normalization == "expand" else positions
         return dict(zip("AG", scales(normalization, examples, positions / examples)))

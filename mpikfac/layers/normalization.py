@@ -78,7 +78,7 @@ class NormLayer(Layer):
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return the factor for A: 1 for vectors, otherwise `batch`, because the loss is a mean."""
+        """Return the multiplier for A: 1 for vectors, else `batch`, because the loss is a mean."""
         return {"A": 1.0 if vectors else float(batch)}
 
     def positions(self, g: Tensor) -> int:

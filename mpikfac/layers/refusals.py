@@ -58,7 +58,7 @@ def check_names(model: nn.Module, choice: str, chosen: Sequence[str]) -> None:
     """Check that the names in a choice such as "skip" are modules of the model.
 
     Raises:
-        ValueError: no module has one of the names.
+        ValueError: a name is not that of a module.
     """
     names = [name for name, _ in model.named_modules()]
     for name in chosen:

@@ -82,7 +82,7 @@ class Trained:
     """The trained parameters of a model, as the trainer knows them.
 
     Args:
-        parameters: the parameters that the trainer averages, of one dtype on one device.
+        parameters: the parameters whose gradients the trainer averages, of one dtype on one device.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:

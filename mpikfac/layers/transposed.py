@@ -11,5 +11,5 @@ class TransposedLayer(Layer):
     """Cover a linear layer with a weight `[inputs, outputs]`."""
 
     def arranged(self, parameter: Tensor) -> Tensor:
-        """Return the bias, or the weight's transpose."""
+        """Return the bias unchanged, or the weight's transpose."""
         return parameter.T if parameter.dim() == 2 else parameter

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpikfac.layers.uncovered import Statistic
 
-VOTES = 16  # blocks of arenas begin at multiples of 16 elements, so fewer votes save no bytes
+VOTES = 16  # blocks of arenas begin at multiples of 16 elements, so fewer votes would save no bytes
 SKIP, CHANGED, *BITS = range(VOTES - 8, VOTES)  # reserved for the library
 
 

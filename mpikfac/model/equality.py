@@ -130,7 +130,8 @@ class Writes:
 
     A few elements of each weight are compared with those after the last step, so a write that
     changes only other elements is not found. On a GPU, where the host would have to wait, elements
-    are compared only if autograd's version counter or a weight's address shows that it was written.
+    are compared only if autograd's version counter or a weight's address shows that the weight was
+    written.
 
     Args:
         weights: the weights that owners update, by name; at least one, all of the same dtype on the

@@ -137,7 +137,7 @@ def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
 
 
 def check_averaged(module: Any) -> None:
-    """Check that a module's gradients are averaged over all ranks in the next backward pass.
+    """Check that backward passes average a module's gradients over all ranks.
 
     Raises:
         ValueError: the program has set another divisor, or turned the reduction off.

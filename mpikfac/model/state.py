@@ -70,10 +70,10 @@ def _in_lists(pieces: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
-    """Return the names of items of `model_state`, over all ranks, that are missing from `names`.
+    """Return the names in the `model_state` of all ranks that are missing from `names`.
 
-    If a parameter has any optimizer state, it is assumed to be complete, because Muon and SOAP
-    store different items for different parameters.
+    If a parameter has any optimizer state, that state is assumed to be complete, because Muon and
+    SOAP store different items for different parameters.
     """
     tensors = {
         name: tensor for name, tensor in model.state_dict().items() if torch.is_tensor(tensor)
@@ -136,7 +136,7 @@ def _has_rows(value: Any, parameter: Tensor) -> bool:
 def fitting(
     state: Mapping[str, Any], like: Mapping[str, Any], rounded: bool = False
 ) -> dict[str, Any]:
-    """Return the items named in `like`, if their dtypes and shapes, or types, are as in `like`.
+    """Return the items named in `like`; their dtypes and shapes, or types, must be as in `like`.
 
     A tensor that shares memory with `like`, as in the trainer's own state, is copied.
 
@@ -311,7 +311,7 @@ def set_group_setting(optimizer: Optimizer, name: str, number: int | float) -> N
     index, key = name.split("/")
     group, (key, _, place) = optimizer.param_groups[int(index)], key.partition(".")
     present = group[key][int(place)] if place else group.get(key)
-    if torch.is_tensor(present):  # a rate that a compiled step reads
+    if torch.is_tensor(present):  # a learning rate that a compiled step reads
         present.fill_(number)
         return
     value = bool(number) if isinstance(present, bool) else number

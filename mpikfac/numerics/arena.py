@@ -101,7 +101,7 @@ class Parts:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that the stored parts take."""
+        """The size of the stored parts in bytes."""
         return self._stored.nbytes
 
     def __len__(self) -> int:

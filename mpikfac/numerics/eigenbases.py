@@ -12,7 +12,7 @@ from mpikfac.plan import few
 ITERATIONS = 4  # the number of products with a factor to find its leading eigenvectors
 SPARE = 16  # the number of vectors iterated in addition to those that are kept
 RESIDUAL = 1e-2  # the maximum residual of leading eigenvectors, relative to the factor's norm
-PROBES = 8  # the number of vectors that detect growth outside of the previous eigenvectors
+PROBES = 8  # the number of vectors that detect growth orthogonal to the previous eigenvectors
 
 
 def damped_denominators(
@@ -25,8 +25,8 @@ def damped_denominators(
     """Write the eigenvalues of `G (x) A + damping I` to `out` `[outputs, inputs]`.
 
     Each side contains the eigenvalues of its blocks: `[n]` or, for a block of low rank,
-    `[1 + rank]`, where the first value applies to all directions outside of the vectors; `out` is
-    then smaller. `scales`, if given, replace the products of eigenvalues.
+    `[1 + rank]`, where the first value applies to all directions orthogonal to the vectors; `out`
+    is then smaller. `scales`, if given, replace the products of eigenvalues.
 
     The damping is added to the products of eigenvalues, so it can change in every step without a
     new decomposition [Pauloski et al., SC20, eq. 13-15].
@@ -225,11 +225,11 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grown(factor: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
-    """Estimate how far an eigenvalue outside of the vectors exceeds the smallest kept one, `[]`.
+    """Estimate how far an eigenvalue that was not kept exceeds the smallest kept one, `[]`.
 
-    This is a lower bound: no probe's Rayleigh quotient is above the largest eigenvalue outside.
+    This is a lower bound: a probe's Rayleigh quotient is at most the largest eigenvalue not kept.
     """
-    # Project again, because remnants of the vectors, left by rounding, would count as outside.
+    # Project again, because rounding leaves components along the vectors, which would count.
     probes = _outside(vectors, _range(factor, PROBES, ITERATIONS, vectors))
     largest = (probes * product(factor, probes)).sum(-2).amax(-1)
     return (largest - values.amin(-1)).clamp_(min=0)

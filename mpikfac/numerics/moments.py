@@ -22,7 +22,7 @@ Eva [Zhang et al. 2023] uses means instead of second moments: A and G become `v 
 
 If all vectors are equal, `v v^T` equals the factors above. For linear layers (S = 1), the vectors
 are, as in the paper, means over examples of the inputs and of the gradients of each example's loss.
-The paper's published code uses `sum(g) / (B S)`, which makes a damping `B^2 S` times as large.
+The paper's published code uses `sum(g) / (B S)`, so a damping acts like one `B^2 S` times as large.
 """
 
 from __future__ import annotations

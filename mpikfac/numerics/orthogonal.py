@@ -22,11 +22,11 @@ LEAST = 128  # the minimum order of squares on a GPU: fewer different orders nee
 
 
 def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return matrices with the same singular vectors, and with singular values near 1.
+    """Return the matrices with unchanged singular vectors, and with singular values near 1.
 
     Four odd polynomials move all singular values above 1/350 of a bound on the largest one into
-    the interval [0.78, 1.24]. A smaller one grows to at least 270 times its fraction of the bound.
-    Zeros stay zeros, and a matrix that is not finite becomes NaN.
+    the interval [0.78, 1.24]. A smaller singular value s becomes at least 270 s / bound. Zeros stay
+    zeros, and a matrix that is not finite becomes NaN.
 
     Let X be a matrix in its wide form, divided by a bound on its largest singular value. A step is
     `X <- F X`, where F is a polynomial of `X X^T`. The product of all F is multiplied by the wide
@@ -55,7 +55,9 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _polynomials(squares: Tensor) -> Tensor:
-    """Return the product of all F, divided by the norm, `[k, n, n]`; it orthogonalises matrices.
+    """Return the product of all F, divided by the bound on the singular values, `[k, n, n]`.
+
+    The product of the result and the matrix is approximately orthogonal.
 
     F is `first I + H` with `H = (third I + fifth S) S`, and the product of all F is `scale I + R`.
     Identities are thus kept out of the products, in which they could be rounded.

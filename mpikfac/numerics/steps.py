@@ -29,7 +29,7 @@ class AdamSteps(dict[str, Tensor]):
         """Initialise averages for the `names` of the arena with zeros."""
         shapes = [(name, tuple(gradients[name].shape)) for name in names]
         averages = Arena(lay_out([shapes]), gradients.flat.dtype, gradients.flat.device)
-        # These are part of the state. They are on the host, which decides how to divide by them.
+        # The weights are part of the state. The host has them, and decides how to divide by them.
         weights = torch.zeros(len(names), dtype=gradients.flat.dtype, device="cpu")
         super().__init__(averages)
         self.update(zip(map(count_of, names), weights.split(1)))
@@ -50,7 +50,7 @@ class AdamSteps(dict[str, Tensor]):
     def take(self, numerators: list[Tensor] | None = None) -> list[Tensor]:
         """Merge the gradients into the averages; return each `gradient / (sqrt(average) + eps)`.
 
-        Call `count` for the batch first; names that it leaves out do not change their averages.
+        Call `count` for the batch first; the averages of names that it leaves out do not change.
 
         Args:
             numerators: tensors to divide instead of the gradients, such as momenta.

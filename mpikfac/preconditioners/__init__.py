@@ -1,7 +1,7 @@
 """Turn factors into decompositions, and gradients into directions, with one type per method.
 
-The types import neither torch nor MPI, because programs use them to print help; each method imports
-the functions that it calls.
+The types import neither torch nor MPI, because programs use them to print help; the functions that
+a type calls are imported inside its methods.
 """
 
 import lazy_loader

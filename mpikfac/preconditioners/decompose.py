@@ -19,7 +19,7 @@ def decomposed_together(
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Return the decompositions of factors of the same order, by block name, in a single call.
+    """Decompose factors of the same order in a single call; return the blocks by name.
 
     Blocks can contain NaN or infinity. No blocks are returned if a factor cannot be decomposed.
 
@@ -78,7 +78,7 @@ def renewed_together(
 
 
 def _of_preconditioner(stack: Tensor, dims: int) -> Tensor:
-    """Return a stack in the shape that preconditioners expect; a single factor has no `count`."""
+    """Return a stack in the shape that preconditioners expect: without `count` for one factor."""
     return stack.flatten(0, -dims - 1).squeeze(0)
 
 

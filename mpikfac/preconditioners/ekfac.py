@@ -31,7 +31,7 @@ AS_THEY_ARE = Combination(
 class EKFAC(Eigen):
     """Eigenbases, with eigenvalues of `G (x) A` estimated from per-example gradients.
 
-    `mpikfac.engine.Scales` keeps the estimates.
+    `mpikfac.engine.curvature.scales.Scales` keeps the estimates.
     """
 
     name: ClassVar[str] = "ekfac"

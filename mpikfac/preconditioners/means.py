@@ -35,7 +35,7 @@ def mean_eigenvalues(
 
 
 def repeated(numbers: Iterable[float], groups: Iterable[int], tensor: Tensor) -> Tensor:
-    """Return each number, repeated for its groups, on the device of `tensor`, without waiting."""
+    """Return each number, repeated for its groups, on `tensor`'s device; the host does not wait."""
     values = [number for number, count in zip(numbers, groups) for _ in range(count)]
     return torch.tensor(values, dtype=tensor.dtype).to(tensor.device, non_blocking=True)
 

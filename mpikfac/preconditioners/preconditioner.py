@@ -147,7 +147,7 @@ class Preconditioner(Choice):
         )
 
     def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
-        """Return X and Y for a layer's averaged gradient; A averages `X^T X`, and G `Y Y^T`.
+        """Return X and Y for a layer's averaged gradient; A and G are means of `X^T X` and `Y Y^T`.
 
         Called only if the form has `of="gradient"`.
 

@@ -123,14 +123,14 @@ class Estimator:
         subsample: the distance between the examples in a batch from which factors are estimated:
             with 4, every fourth example is used, beginning with a different one in each step.
             None: the distance of each layer is chosen to leave at least 32 examples over all ranks,
-            and 3 vectors per row of the layer's largest factor, if the ranks have equal shards; it
-            is 1 for vectors, diagonals, and the preconditioner "ekfac".
-        statistics_dtype: the dtype to which inputs of convolutions are rounded before the product;
-            None for no rounding.
+            and 3 vectors per row of the layer's largest factor, assuming equal shards on all ranks;
+            it is 1 for vectors, diagonals, and the preconditioner "ekfac".
+        statistics_dtype: the dtype to which inputs of convolutions are rounded before they are
+            multiplied; None for no rounding.
         factor_dtype: the dtype of the running averages of factors; None for the dtype of the
             statistics of a batch.
         num_per_example_loss_terms: the number of positions per example over which the loss is
-            averaged, such as the tokens of a text or the pixels of a segmentation. With
+            averaged, such as the tokens of a text or the pixels to segment. With
             fisher_type="empirical", G is multiplied by this number, so that a damping means the
             same for all types of Fisher matrix; "mc" and "type-2" take the number from the outputs.
 
@@ -179,7 +179,7 @@ class Estimator:
     def turns(
         self, outputs: Sequence[Tensor], losses: Sequence[Loss]
     ) -> Iterator[tuple[Turn, list[Tensor]]]:
-        """Yield the backward passes that replace that of the loss, and their initial gradients.
+        """Yield the backward passes that replace the loss's pass, and their initial gradients.
 
         Args:
             outputs: the outputs of each head.

@@ -126,6 +126,7 @@ def whole(request, tmp_path_factory):
     return OPTIMIZERS[request.param], root, weights
 
 
+@pytest.mark.gate
 def test_the_average_is_that_of_the_weights_after_every_step(whole):
     """Oracle: the formula on the weights that the run had, in float64."""
     _, root, weights = whole
@@ -174,6 +175,7 @@ def test_a_resumed_run_goes_on_exactly(tmp_path, whole, stop):
     assert_same(saved(tmp_path, "average/"), saved(expected, "average/"))
 
 
+@pytest.mark.gate
 def test_training_does_not_notice_the_average(tmp_path):
     """Oracle: the run without averages, to the last bit."""
     for average in (0, DECAY):

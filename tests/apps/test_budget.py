@@ -44,6 +44,7 @@ def trained(name: str, batch: int, caplog) -> tuple[str, str]:
     return without_means.digest(), line
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("name", "batch", "cut"), CASES)
 def test_the_plan_is_that_of_a_run_after_a_step(name, batch, cut, caplog, capsys):
     """Oracle: digest and line of a run; a plan without a budget, if nothing is cut."""
@@ -111,6 +112,7 @@ def test_own_intervals_and_unknown_images_leave_the_plan(tmp_path, capsys):
     assert "operations" not in capsys.readouterr().out
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("batch", [1, 4, 32])
 def test_predictions_stretch_the_intervals(batch):
     """Oracle: the least multiple within the budget, counted from the definition."""

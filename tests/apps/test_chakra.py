@@ -153,6 +153,7 @@ def test_a_send_of_a_trace_is_a_reception_of_another_trace(tmp_path):
     assert sorted(sent[SEND]) == sorted(sent[RECEIVE]) != []
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", ["balanced-shards", "spd-kfac"])
 def test_computations_take_the_predicted_seconds(name, tmp_path):
     """Oracle: `mpikfac.predict.simulate`, whose stages without messages are computations."""

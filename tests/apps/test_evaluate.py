@@ -161,6 +161,7 @@ def test_a_checkpoint_is_tested_as_in_the_run(ran, tmp_path, capsys):
     assert numbers(line) == pytest.approx(by_hand(file), abs=0.006)
 
 
+@pytest.mark.gate
 def test_two_ranks_test_a_file_of_weights(ran):
     """Oracle: the network with the file's weights, on all test images at once."""
     job = launch(2, "-m", "mpikfac_apps", "evaluate", str(ran), f"--weights={ran}/best.pt")
@@ -232,6 +233,7 @@ def scripted(monkeypatch):
     return weights
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("stops", [[], [12, 18]])
 def test_a_run_ends_early_and_keeps_the_best_weights(tmp_path, scripted, capsys, stops):
     """Oracle: by hand: epoch 5 is best, three worse tests follow; restarts change nothing."""

@@ -413,6 +413,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.gate
 def test_processes_know_no_mpi_and_end_with_a_killed_rank(images):
     """Oracle: the libraries in the processes' memory, and the process table."""
     env = os.environ | {"OMPI_COMM_WORLD_RANK_OF_TEST": "0"}

@@ -90,6 +90,7 @@ def test_a_resumed_run_goes_on_exactly(tmp_path, whole, stop):
     assert_same(saved(tmp_path), saved(whole))
 
 
+@pytest.mark.gate
 def test_a_run_keeps_its_batches(tmp_path, capfd):
     """Oracle: the option in the message makes the run go on."""
     assert train.main(arguments(tmp_path, "--max_steps=2")) == 0

@@ -102,6 +102,7 @@ def test_a_small_network_takes_two_steps_of_the_recipe(job, name, kind):
     assert ("kl_scale" in rows[0]) == name.endswith("kfac")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_packed_file_gives_the_losses_of_the_folder(job, name):
     """Oracle: the folder; the first loss of 3 classes with 10 % of smoothing is about log 3."""

@@ -205,6 +205,7 @@ def test_a_damaged_manifest_is_one_line_and_code_1(trained, tmp_path, capsys):
     assert "manifest.json is damaged" in output.err
 
 
+@pytest.mark.gate
 def test_the_picture_has_a_line_for_every_layer(trained, tmp_path):
     """Oracle: names of the layers as ticks in the SVG file."""
     svg, png = tmp_path / "new" / "spectra.svg", tmp_path / "spectra.png"
@@ -214,6 +215,7 @@ def test_the_picture_has_a_line_for_every_layer(trained, tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.gate
 def test_factors_that_are_not_finite_are_shown(trained, tmp_path, capsys):
     """Oracle: NaN; a diverged run can be inspected, and the picture is drawn."""
     inside.factors(trained)["3.G"][0, 0] = float("nan")
@@ -262,6 +264,7 @@ def test_bad_arguments_are_one_line(arguments, told, tmp_path, monkeypatch, caps
     assert told in output.err
 
 
+@pytest.mark.gate
 def test_mpi_is_not_imported(trained, tmp_path):
     """Oracle: the imported modules; a laptop without MPI inspects and exports a cluster's files."""
     program = (

@@ -22,6 +22,8 @@ from mpikfac_apps.training import train
 from mpikfac_apps.training.parts.optimizers import hidden_matrices
 from support.launch import TRAIN, run_each
 
+pytestmark = pytest.mark.gate
+
 NETWORKS = ("gpt_small", "lstm_small")
 CONFIG = Path(__file__).parents[2] / "jobs" / "configs" / "text_kfac.yaml"
 TEXT = "\n".join(f"{n} times {n} is {n * n};" for n in range(900))

@@ -180,6 +180,7 @@ def test_a_second_run_in_one_job_is_refused(take, touch, tmp_path, monkeypatch, 
     assert holder(tmp_path) == before
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("job", JOBS)
 def test_a_restarted_job_waits_for_silence(take, tmp_path, monkeypatch, caplog, job):
     """Oracle: a holder on a second machine, touched a second before the end of the wait."""
@@ -355,6 +356,7 @@ def test_at_no_moment_does_a_release_remove_the_lock_of_another(tmp_path, monkey
     assert moment > 4
 
 
+@pytest.mark.gate
 def test_of_many_takers_one_wins(tmp_path, monkeypatch):
     """Oracle: a single holder among runs that start together, in 30 rounds."""
     for round_ in range(30):

@@ -93,6 +93,7 @@ def file(tmp_path):
 # -- networks of files -----------------------------------------------------------------------------
 
 
+@pytest.mark.gate
 def test_a_network_of_a_file_trains_as_a_network_by_name(file, tmp_path, monkeypatch):
     """Oracle: the same network by name, which keeps the layers' own first weights; its layers."""
     monkeypatch.setitem(models.MODELS, "plain", models.NetworkEntry(plain, draw=None))
@@ -175,6 +176,7 @@ def small():
 """
 
 
+@pytest.mark.gate
 def test_a_large_network_of_a_file_is_planned_without_its_weights(tmp_path):
     """Oracle: ViT-L's 303 million parameters, which would take 1.2 GB; a process takes 0.3 GB."""
     (tmp_path / "large.py").write_text(VIT_L)
@@ -459,6 +461,7 @@ def test_two_ranks_step_by_several_passes_as_by_one(ran):
     assert_same_training(rows(ran / "4 passes"), rows(ran / "1 passes"))
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", ["sgd", "ekfac", "exact"])
 def test_several_passes_are_one_step(tmp_path, monkeypatch, name):
     """Oracle: the whole batch in one pass; no BatchNorm."""
@@ -508,6 +511,7 @@ def rounding(kinds):
     return make
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", ["sgd", "kfac"])
 def test_passes_in_bfloat16_round_products(tmp_path, monkeypatch, name):
     """Oracle: a network that rounds by hand; float32 gives other numbers."""

@@ -162,6 +162,7 @@ def test_the_log_shows_what_is_in_force_and_a_restart_keeps_it(run):
     assert words in text and "changed since" not in text
 
 
+@pytest.mark.gate
 def test_another_preconditioner_takes_its_own_usual_values(run):
     """Oracle: by hand: the values of Shampoo go, and a value that was given at a start stays."""
     go_on(run, "--max_steps=3", "--weight_decay=0.01", "--kfac.factor_decay=0.9")
@@ -187,6 +188,7 @@ def test_another_preconditioner_takes_its_own_usual_values(run):
     assert "restarted: decompositions, factors; dropped: nothing\n" in again
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("preconditioner", "there", "back"),
     [

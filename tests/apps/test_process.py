@@ -43,6 +43,7 @@ def wait_for(file: Path, job: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.gate
 def test_ctrl_c_writes_a_checkpoint_and_stops(alone, tmp_path):
     """Oracle: the chosen code, the checkpoint of the step in the log, and a next start."""
     job = alone("--epochs=9999", "--log_every=1", "--exit_code=75")
@@ -101,6 +102,7 @@ def test_ctrl_c_that_the_shell_ignores_stays_ignored(tmp_path):
     assert run.returncode == 0
 
 
+@pytest.mark.gate
 def test_ctrl_c_at_the_start_is_one_line(tmp_path):
     """Oracle: a program that is interrupted before it has read its options."""
     program = """

@@ -113,6 +113,7 @@ def test_a_rank_leaves_the_answer_to_the_program(monkeypatch):
     assert program.main(["strategies", "--help"]) == 7
 
 
+@pytest.mark.gate
 def test_a_failing_rank_of_the_command_ends_all_ranks():
     """Oracle: an end at all; without `python -m mpi4py`, the other rank would wait for ever."""
     mpirun, flags = launcher()

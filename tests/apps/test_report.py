@@ -639,6 +639,22 @@ def test_of_many_different_curves_the_best_are_drawn_and_that_of_sgd(tmp_path):
     assert [*kept] == [*(f"comm-opt, lr 0.{rate}" for rate in (3, 4, 5, 6)), "sgd, lr 0.1"]
 
 
+def test_the_table_of_variants_lists_the_settings_that_a_name_brings(tmp_path):
+    """Oracle: K-FAC-opt of SC20 has eigendecompositions, unless the file names another method."""
+    wanted = read(
+        tmp_path,
+        strategies={"mine": {"strategy": "kfac-opt", "kfac.preconditioner": "inverse"}},
+        matrix={"strategy": ["sgd", "comm-opt", "kfac-opt", "mine"], "ranks": [1]},
+    )
+    page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
+    part = page.partition('<h2 id="variants"')[2].partition("</table>")[0]
+    rows = re.findall(r'<tr class="row"><td>(.*?)</tr>', part)
+    options = {row.partition("<")[0]: re.findall("<code>(.*?)</code>", row) for row in rows}
+    assert [len(words) for words in options.values()] == [1, 1, 2, 2]
+    assert options["kfac-opt"] == ["strategy=kfac-opt", "kfac.preconditioner=eigen"]
+    assert options["mine"] == ["strategy=kfac-opt", "kfac.preconditioner=inverse"]
+
+
 def test_unreliable_times_are_marked_where_they_stand(tmp_path):
     """Oracle: other work beside SGD's cells; a ratio to SGD is as unreliable as SGD's time."""
     wanted = read(tmp_path, matrix={"strategy": ["sgd", "comm-opt"], "ranks": [2]})

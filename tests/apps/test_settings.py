@@ -96,6 +96,7 @@ def run(tmp_path) -> Path:
 # -- settings are kept -----------------------------------------------------------------------------
 
 
+@pytest.mark.gate
 def test_a_run_goes_on_without_its_options(tmp_path):
     """Oracle: all numbers of the undisturbed run, to the last bit; its config.yaml."""
     begin(tmp_path / "whole", *UNUSUAL)
@@ -113,6 +114,7 @@ def test_a_run_goes_on_without_its_options(tmp_path):
     assert options[0] == options[1]
 
 
+@pytest.mark.gate
 def test_a_run_goes_on_without_its_options_in_another_directory(tmp_path):
     """Oracle: the rows of the undisturbed run after the checkpoint."""
     begin(tmp_path / "whole", *UNUSUAL)
@@ -133,6 +135,7 @@ def test_a_checkpoint_has_the_writer_and_the_settings(run, monkeypatch):
     assert said in go_on(run)
 
 
+@pytest.mark.gate
 def test_open_choices_stay_when_a_version_chooses_otherwise(run, monkeypatch):
     """Oracle: by hand: the rate of the first start; an optimizer's own rate with the optimizer."""
     monkeypatch.setitem(USUAL_RATES, "kfac", 0.5)
@@ -175,6 +178,7 @@ FIXED = {
 }
 
 
+@pytest.mark.gate
 def test_changes_are_named_in_one_line(run):
     """Oracle: the lines, written out; the next start names nothing; the log keeps the history."""
     text = go_on(run, "--max_steps=3", *(f"--{key}={value}" for key, (value, _) in NAMED.items()))
@@ -205,6 +209,7 @@ def test_every_option_is_named_refused_or_of_a_start(key):
     assert (key in settings.identity(before)) == (key in FIXED)
 
 
+@pytest.mark.gate
 def test_two_exclusive_options_are_refused_by_name(run, capfd):
     """Oracle: the line: both options, and the checkpoint that gives one of both."""
     go_on(run, "--max_steps=3", "--kfac.relative_damping=0.2")
@@ -228,6 +233,7 @@ def log(start):
 """
 
 
+@pytest.mark.gate
 def test_a_file_that_the_checkpoint_names_is_not_executed(tmp_path, capfd):
     """Oracle: no trace of the file; with the option on the command line, a trace."""
     (tmp_path / "mine.py").write_text(PROGRAM)
@@ -253,6 +259,7 @@ def data():
 """
 
 
+@pytest.mark.gate
 def test_other_images_of_a_function_are_seen(tmp_path, capfd):
     """Oracle: one bit of a training image is refused; a bit of a test image is named."""
     file, run = tmp_path / "images.py", tmp_path / "run"
@@ -267,6 +274,7 @@ def test_other_images_of_a_function_are_seen(tmp_path, capfd):
     assert words not in go_on(run, own, "--max_steps=3")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_run_of_each_release_goes_on(tmp_path, monkeypatch, release):
     """Oracle: the stored config.yaml."""

@@ -125,6 +125,7 @@ def test_a_preconditioner_without_factors_has_one_kind_of_step(capsys):
     assert "Step with new factors: the same messages as 'Ordinary step'" in capsys.readouterr().out
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("model", "layers"), [("resnet56", 56), ("resnet152", 156)])
 def test_every_layer_is_listed_once(model, layers, capsys):
     """Oracle: every network's layers in its paper, shortcuts included; the second list is brief."""
@@ -144,6 +145,7 @@ def test_every_layer_is_listed_once(model, layers, capsys):
     assert len(re.findall(r"\b(?:layer\d\S+|conv1|fc)(?= )", owners)) == layers
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     "choice",
     [
@@ -377,6 +379,7 @@ def test_rows_of_shards_are_planned(replicas, capsys):
     assert "publish weights" not in text
 
 
+@pytest.mark.gate
 def test_sampled_ranks_include_the_most_loaded_one():
     """Oracle: the loads of all ranks; small jobs are sampled completely."""
     layers = [mpikfac.LayerShape(f"l{i}", 10 + i, 10) for i in range(600)]
@@ -438,6 +441,7 @@ def test_blocks_norms_and_messages_beside_are_planned(capsys):
     assert words(text, "reduce statistics")[2:5] == ["Allreduce", "world", "39"]
 
 
+@pytest.mark.gate
 def test_a_machine_makes_the_choices_that_the_options_leave_open():
     """Oracle: `mpikfac.predict.choose`."""
     asked = ["--model", "resnet50", "--ranks", "4", "--strategy", "auto", "--machine", "v100-edr"]

@@ -94,6 +94,7 @@ def test_clients_of_servers_have_stages_too(tmp_path):
             assert 0 <= stage["waiting"] <= stage["seconds"]
 
 
+@pytest.mark.gate
 def test_a_run_that_ends_before_leaves_the_steps_that_it_took(tmp_path):
     """Oracle: 4 steps are taken, 2 of 4 warm up; then a second start, with 2 steps left."""
     chosen = ("--trace_steps=10", f"--run_dir={tmp_path}")
@@ -106,6 +107,7 @@ def test_a_run_that_ends_before_leaves_the_steps_that_it_took(tmp_path):
     assert (tmp_path / "stages.json").read_bytes() == before
 
 
+@pytest.mark.gate
 def test_a_start_near_the_end_does_not_replace_the_means_of_more_steps(tmp_path):
     """Oracle: the files of the first start; the second start has 1 step after the warm-up."""
     chosen = ("--trace_steps=2", f"--run_dir={tmp_path}", "--epochs=2")

@@ -198,6 +198,7 @@ GONE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("how", GONE)
 def test_a_run_whose_directory_is_gone_makes_nothing_anew(
     tmp_path, undisturbed, monkeypatch, capfd, how
@@ -219,6 +220,7 @@ def test_a_run_whose_directory_is_gone_makes_nothing_anew(
         assert rows(elsewhere) == undisturbed
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("at", [3, 7])
 @pytest.mark.parametrize("what", ["checkpoints", "checkpoints/step-*"])
 def test_removed_checkpoints_are_told_and_made_anew(tmp_path, monkeypatch, what, at):
@@ -230,6 +232,7 @@ def test_removed_checkpoints_are_told_and_made_anew(tmp_path, monkeypatch, what,
     assert mpikfac.find_checkpoint(mpikfac.world(), run / "checkpoints").step == STEPS
 
 
+@pytest.mark.gate
 def test_a_renamed_log_goes_on_under_its_name(tmp_path, monkeypatch):
     """Oracle: the first lines in the renamed file, and the last lines in the new file."""
     run = tmp_path / "run"
@@ -250,6 +253,7 @@ def test_a_shortened_file_of_metrics_stays_readable(tmp_path, text):
     assert path.read_text() == "".join([*whole, '{"step": 2}\n'])
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("room", ["before the checkpoint", "after the checkpoint"])
 def test_waiting_lines_outlive_a_kill(tmp_path, undisturbed, monkeypatch, room):
     """Oracle: the undisturbed run; the directory as a kill after the checkpoint leaves it."""
@@ -282,6 +286,7 @@ def test_waiting_lines_outlive_a_kill(tmp_path, undisturbed, monkeypatch, room):
     assert rows(killed) == undisturbed
 
 
+@pytest.mark.gate
 def test_lost_lines_of_metrics_are_told(tmp_path, undisturbed):
     """Oracle: the lines left in the file, and the lines of the steps that follow."""
     run = tmp_path / "run"
@@ -311,6 +316,7 @@ def test_a_limit_of_the_size_of_files_is_called_a_limit(tmp_path, caplog):
     assert (tmp_path / "metrics.jsonl").read_text() == 3 * f"{'x' * 60}\n" + "end\n"
 
 
+@pytest.mark.gate
 def test_a_start_on_a_full_disk_names_the_file(disk, capfd):
     """Oracle: one line with the reason and a path in the run directory, and the same checkpoint."""
     run = disk / "run"

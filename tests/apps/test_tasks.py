@@ -141,6 +141,7 @@ def test_a_resumed_run_goes_on_exactly(tmp_path, name):
     assert rows(parts) == rows(whole)
 
 
+@pytest.mark.gate
 def test_compare_knows_that_a_small_error_is_good(alone, capsys, tmp_path):
     """Oracle: the lines of the metrics."""
     names = ["sgd", "kfac"]

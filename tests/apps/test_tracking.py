@@ -142,6 +142,7 @@ def stub(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.gate
 def test_a_function_of_the_user_gets_the_lines_of_metrics(tmp_path, own):
     """Oracle: metrics.jsonl, to six digits; one id at both starts, and the steps of the starts."""
     run = tmp_path / "run"
@@ -186,6 +187,7 @@ def test_a_tracker_that_cannot_start_ends_the_start(tmp_path, own, name, told):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.gate
 def test_a_start_that_fails_is_one_line(tmp_path, own, capfd):
     """Oracle: code 2 and the line; the metrics of an earlier start stay."""
     run = tmp_path / "run"

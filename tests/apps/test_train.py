@@ -57,6 +57,7 @@ def refused(run_dir, capfd, message, *more):
     assert message in line
 
 
+@pytest.mark.gate
 def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
     """Oracle: 95 % of the test digits, and the files and keys promised by the program's text."""
     config = ROOT / "jobs" / "configs" / "digits_kfac.yaml"
@@ -198,6 +199,7 @@ def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
     assert any(name.startswith("kfac/momentum/") for name in state)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -227,6 +229,7 @@ def test_two_momenta_are_refused_by_the_names_of_options(tmp_path, capfd):
     refused(tmp_path, capfd, message, "--strategy=dgc", "--momentum=0.8")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("optimizer", ["kfac", "sgd"])
 def test_a_resumed_run_follows_another_decay_and_momentum(tmp_path, optimizer):
     """Oracle: the numbers of the options in the last checkpoint, and the lines of the log."""
@@ -259,6 +262,7 @@ def test_a_run_goes_on_with_other_ranks_placement_and_run_directory(job):
     assert_same_training(rows(job / "moved"), expected)
 
 
+@pytest.mark.gate
 def test_images_per_second_leave_out_the_time_before_a_restart(tmp_path, monkeypatch):
     """Oracle: a clock that advances by 1 s in every step of 120 images."""
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
@@ -308,6 +312,7 @@ def test_tests_of_the_network_may_be_fewer_and_smaller(tmp_path, capsys):
     ]
 
 
+@pytest.mark.gate
 def test_tests_within_an_epoch_change_nothing_else(tmp_path, capsys):
     """Oracle: the rows of a run without such tests; steps with a test, by hand."""
     options = ("--epochs=2", "--log_every=100", "--threads=1")
@@ -332,6 +337,7 @@ def test_the_log_says_how_the_run_differs_from_the_usual_way(tmp_path, capsys):
     assert sum("model=resnet20 is made for images of 32x32 pixels" in line for line in said) == 1
 
 
+@pytest.mark.gate
 def test_a_complete_run_has_nothing_to_resume(tmp_path):
     """Oracle: the run's metrics before."""
     assert train.main(arguments(tmp_path)) == 0
@@ -347,6 +353,7 @@ def test_resume_auto_starts_a_run_that_was_killed_before_its_first_checkpoint(tm
     assert [row["step"] for row in rows(tmp_path)] == [2]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -365,6 +372,7 @@ def test_what_does_not_fit_the_run_ends_with_code_2_and_one_line(tmp_path, capfd
     refused(tmp_path, capfd, message, *more.split())
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -424,6 +432,7 @@ class Faulty(nn.Module):
 INTERVALS = ("--log_every=1", "--log_every=2", "--log_every=7", "--eval_steps=1")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("optimizer", ["sgd", "kfac"])
 def test_a_loss_that_is_not_finite_ends_the_run_after_steps_in_a_row(
     tmp_path, capfd, caplog, monkeypatch, optimizer

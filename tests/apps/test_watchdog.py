@@ -49,6 +49,7 @@ WAITING = 'waiting in "reduce gradients" of step 2'
 SILENT = "rank 1 silent (stopped, holding the GIL, or at its end)"
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("how", "ranks", "where"),
     [

@@ -21,6 +21,7 @@ def unexplained(path: Path) -> list[str]:
     return [message for message in silent if not any(row in message for row in rows)]
 
 
+@pytest.mark.gate
 def test_a_message_has_a_remedy_or_a_row():
     """Oracle: the texts of raised errors, logged warnings, and prints to stderr."""
     messages_by_file = {str(path.relative_to(ROOT)): unexplained(path) for path in SOURCES}
@@ -33,6 +34,7 @@ def test_messages_of_scripts_have_a_remedy_or_a_row():
     assert [message for path in SCRIPTS for message in unexplained(path)] == []
 
 
+@pytest.mark.gate
 def test_the_page_explains_nothing_that_is_not_said():
     """Oracle: all texts of the programs and scripts."""
     texts = [text for path in (*SOURCES, *SCRIPTS) for text in CODE["texts"](path)]
@@ -55,6 +57,7 @@ def test_a_missing_remedy_is_seen(line):
     assert not says_remedy(line)
 
 
+@pytest.mark.gate
 def test_the_list_of_the_site_has_all_messages():
     """Oracle: a message of a program, of the library and of a script, and a link to the page."""
     lines = CODE["listing"](PAGE.read_text(), "failures.md").splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from collections.abc import Callable
@@ -44,6 +45,19 @@ def test_names_of_the_library_exist():
         return [n for n in names if n.split(".")[1] not in NO_NAMES and not exists(n)]
 
     assert missing(unknown) == {}
+
+
+def test_names_in_docstrings_and_messages_exist():
+    """Oracle: the library."""
+    unknown = {
+        (str(path.relative_to(ROOT)), name)
+        for path in (ROOT / "mpikfac").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for name in re.findall(r"\bmpikfac(?:\.[A-Za-z_]\w*)+", node.value)
+        if not exists(name)
+    }
+    assert unknown == set()
 
 
 def test_files_of_the_code_exist():

@@ -60,3 +60,9 @@ def test_first_order_methods_differ_by_their_vectors(prices):
     assert adamw["memory"] - sgd["memory"] == 4 * 4096
     step = machine.network("resnet50", 32).optimizer
     assert adamw["seconds"] - sgd["seconds"] == pytest.approx(2 / 5 * step)
+
+
+def test_hollow_marks_are_strategies_that_do_not_shard_the_optimizer(prices, rows):
+    """Oracle: by hand: the stored strategies whose owners do not update their layers alone."""
+    whole = {row["strategy"] for row in rows if not prices.shards(row)}
+    assert whole == {"one sum", "overlapped", "hybrid", "spd-kfac"}

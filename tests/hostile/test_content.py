@@ -16,6 +16,8 @@ import mpikfac
 from mpikfac.checkpoint import read_checkpoint
 from mpikfac_apps.training import train
 
+pytestmark = pytest.mark.gate
+
 QUICK = (
     *(
         "--batch=120",

@@ -11,6 +11,8 @@ import pytest
 
 from mpikfac_apps.training import train
 
+pytestmark = pytest.mark.gate
+
 QUICK = ("--batch=120", "--data.train_images=360", "--log_every=1", "--threads=1")
 FILES = ("config.yaml", "environment.json", "log.txt", "metrics.jsonl")
 FOLDERS = ("checkpoints", "control", "hang", "tensorboard", "wandb", "mlflow")

@@ -64,6 +64,7 @@ def choose(root: Path, before: str = "", **environment: str) -> subprocess.Compl
     return run(root, commands, **environment)
 
 
+@pytest.mark.gate
 def test_a_working_mpirun_on_the_path_is_respected(project, tmp_path):
     mpirun, flags = launcher()
     text = f'exec {shlex.quote(mpirun)} {" ".join(flags)} "$@"'
@@ -91,6 +92,7 @@ def test_a_launcher_that_fails_with_code_0_is_not_used(project, tmp_path):
     assert f"not using {site}" in choose(project, path=str(site.parent)).stdout
 
 
+@pytest.mark.gate
 def test_singletons_are_not_taken_for_a_job(project, tmp_path):
     """Oracle: mpi4py's size; an mpirun of another MPI starts two jobs of a single rank."""
     text = 'while [ "$1" != -n ]; do shift; done; shift 2; "$@"'

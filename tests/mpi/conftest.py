@@ -73,9 +73,9 @@ def _time_limit(request):
 def pytest_collection_modifyitems(items):
     """Mark the cases of a parametrised test by lane; a test without parameters is a single case.
 
-    The first case is quick on two ranks, and the last case on three ranks. In the gate are the
-    first case of every second test on four ranks, and a third of the other cases, each on either
-    two or three ranks.
+    The first case is quick on two ranks, and the last case of every second test on three ranks. In
+    the gate are the last cases of the other tests on three ranks, the first case of every second
+    test on four ranks, and a third of the remaining cases, each on either two or three ranks.
     On a GPU, each case is quick on one number of 1 to 4 ranks, either staged or direct.
     """
     tests = {}
@@ -84,15 +84,17 @@ def pytest_collection_modifyitems(items):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     ranks = WORLD.size
     for test, cases in tests.items():
-        quick = {2: cases[0], 3: cases[-1]}.get(ranks)
-        # Starts at a number of the test, else all single cases would have the same turn.
-        for turn, case in enumerate(cases, zlib.crc32(test.encode())):
+        number = zlib.crc32(test.encode())  # else all tests with one case would have the same turn
+        last = cases[-1]
+        quick = {2: cases[0], 3: last if number % 2 else None}.get(ranks)
+        for turn, case in enumerate(cases, number):
             if DEVICE.type != "cpu":
                 if turn % 8 != ranks % 4 + 4 * mpikfac.comm.cuda_aware():
                     case.add_marker("slow")
             elif case is not quick:
                 first = case is cases[0]
-                chosen = {2: turn % 6 == 0, 3: turn % 6 == 3, 4: first and turn % 2 == 0}
+                of_three = case is last or turn % 6 == 3
+                chosen = {2: turn % 6 == 0, 3: of_three, 4: first and turn % 2 == 0}
                 case.add_marker("gate" if chosen.get(ranks, first and ranks > 4) else "slow")
 
 

@@ -3,14 +3,16 @@
     pip install cosmic-ray
     PYTHONPATH=tests python tests/programs/mutation_score.py [--sample 150] [--seed 0] [--out DIR]
 
-The program works on a copy of the last commit. First, the quick tests of one process run on
-unchanged code, with coverage, which records the tests that execute each line. Then random places of
-the core are drawn, and each gets one of Cosmic Ray's mutations: another comparison or arithmetic
-operator, a number that is one off, `and` for `or`, `not`, no decorator, a loop without iterations,
-another exception. A mutant is tried by all tests that execute the line, the quickest first, until
-one fails or takes several times as long as on unchanged code. A line that runs on import, such as a
-constant or a default value, is tried by the tests that execute functions of its file, or else of
-its folder. Mutants that are left are then tried in the same way by the tests on two ranks.
+The program works on a copy of the last commit. First, the tests of one process that every change
+must pass run on unchanged code, with coverage, which records the tests that execute each line. Then
+random places of the core are drawn, and each gets one of Cosmic Ray's mutations: another comparison
+or arithmetic operator, a number that is one off, `and` for `or`, `not`, no decorator, a loop
+without iterations, another exception. A mutant is tried by the tests that execute the line, the
+quickest first, until one fails or takes several times as long as on unchanged code. The slowest
+tests are left out, so that the others together take at most MOST seconds on unchanged code. A line
+that runs on import, such as a constant or a default value, is tried by the tests that execute
+functions of its file, or else of its folder. Mutants that are left are then tried in the same way
+by the tests on two ranks.
 
 Tests that fail on unchanged code are named, and find nothing: those that fail with coverage, and
 those that found a mutant, but fail again when all such tests run once more on unchanged code. The
@@ -60,6 +62,7 @@ from support.pace import paced
 CORE = ("numerics", "layers", "preconditioners", "engine", "plan", "comm", "model")
 CORE += ("kfac.py", "optimizer.py", "trainer.py")
 FOLDERS = {1: ("tests/unit", "tests/property"), 2: ("tests/mpi",)}  # by ranks
+MOST = 100  # seconds that all tests of a mutant may take on unchanged code, with coverage
 SLOWER = 5  # how many times longer than on unchanged code a mutant's test may take
 START = 30  # seconds that a start of pytest may take
 SECONDS = re.compile(r"^([\d.]+)s (?:setup|call|teardown) +(tests/.+?)\s*$", re.MULTILINE)
@@ -246,7 +249,7 @@ class Tests:
             left_out = (f"--deselect={test}" for test in failing)
             # If a test fails on one rank, the other ranks may wait in it.
             stop = ["-x"] if self._ranks > 1 else ["-n2"]
-            marks = ("-m", mutations.LANES["quick"], "-vv", "--durations=0")
+            marks = ("-m", "not slow and not lab", "-vv", "--durations=0")
             arguments = (*marks, *stop, *left_out, *chosen)
             code, text = mutations.output(self._copy, arguments, self._ranks, paced(3600))
             new = set(FAILURE.findall(text))
@@ -266,6 +269,7 @@ class Tests:
         tests = self._executing(mutant) & self._seconds.keys()
         if not tests:
             return {"result": "not executed"}
+        tests = self._quickest(tests)
         path = self._copy / "mpikfac" / mutant.file
         path.write_text(mutant.wrong)  # newer than compiled files of older texts
         code, text = self._run(tests)
@@ -275,6 +279,12 @@ class Tests:
         failing = FAILURE.search(text)
         ended = "time limit" if code is None else f"exit code {code}"
         return {"result": "found", "by": failing[1] if failing else ended}
+
+    def _quickest(self, tests: set[str]) -> set[str]:
+        """Return the quickest tests, which together take at most MOST seconds; at least one."""
+        ordered = sorted(tests, key=self._seconds.__getitem__)
+        until = itertools.accumulate(self._seconds[test] for test in ordered)
+        return {test for test, end in zip(ordered, until) if end <= MOST or test == ordered[0]}
 
     def flaky(self, finders: set[str]) -> set[str]:
         """Return the tests that fail on unchanged code, among those that found a mutant."""

@@ -16,6 +16,8 @@ import mpikfac
 from mpikfac_apps.problems import models
 from support.compiled import EVERY, ORDINARY, STEPS, Problem, check, fresh, weights
 
+pytestmark = pytest.mark.gate
+
 IMAGES = torch.rand(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(8) % 10
 

@@ -345,6 +345,7 @@ def test_heads_that_are_recorded_together_add_up():
             torch.testing.assert_close(both[f"{name}.{side}"], alone[head][f"{name}.{side}"])
 
 
+@pytest.mark.gate
 def test_drawn_labels_of_heads_are_independent():
     """Oracle: all labels at once; the mean of 4,000 draws, whose cross terms vanish."""
     exact, drawn = of_heads("type-2", (0, 1)), of_heads("mc", (0, 1), mc_samples=4000)

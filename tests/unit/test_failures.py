@@ -112,6 +112,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_users_mistake_is_one_line(tmp_path, what):
     """Oracle: exit code 2, and the line as the program's only own output."""

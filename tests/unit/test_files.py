@@ -184,6 +184,7 @@ def opened(tree: ast.AST) -> Iterator[str]:
                 yield method
 
 
+@pytest.mark.gate
 def test_all_files_are_opened_in_one_place() -> None:
     """Oracle: the syntax trees; `mpikfac/files.py` opens all files but those above."""
     trees = [(source.name, ast.parse(source.read_text())) for source in SOURCES]

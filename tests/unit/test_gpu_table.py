@@ -76,6 +76,7 @@ def test_all_parts_fit_into_the_minutes_of_a_machine(gpu):
     assert max(part.seconds for part in gpu.PARTS) < 100
 
 
+@pytest.mark.gate
 def test_a_part_without_a_result_ends_with_a_line_and_others_go_on(
     gpu, tmp_path, monkeypatch, capsys
 ):

@@ -45,6 +45,7 @@ def test_a_library_that_holds_memory_is_found(tmp_path):
     assert ratio == pytest.approx(new / old, abs=0.001)
 
 
+@pytest.mark.gate
 def test_a_folder_without_a_library_is_refused(tmp_path):
     """Oracle: the line that names the folder and the remedy."""
     ended = paired(ROOT, tmp_path)

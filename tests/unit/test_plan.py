@@ -54,6 +54,13 @@ def test_memory_balance_places_by_the_square():
     assert (p.owners["fc.A"], p.owners["conv.A"], p.owners["out.A"]) == (0, 1, 1)
 
 
+def test_layers_without_factors_are_placed_by_the_work_of_orthogonal_directions():
+    """Oracle: n m^2 products by hand; all three directions have 64 elements."""
+    layers = [LayerShape("a", 32, 2), LayerShape("square", 8, 8), LayerShape("b", 32, 2)]
+    p = make_plan(layers, 2, Strategy(MemOpt()), preconditioner="muon")
+    assert (p.owners["square"], p.owners["a"], p.owners["b"]) == (0, 1, 1)
+
+
 def test_separate_owners_share_out_the_factors():
     """Oracle: longest first over six factors by hand: 1000 | 512 + 512, then 216, 64 and 8."""
     p = make_plan(LAYERS, 2, Strategy(CommOpt(colocate_factors=False)))
@@ -411,6 +418,7 @@ def test_sizes_of_encoded_messages():
     assert (bases.bytes, bases.wire) == (2 * 256, 2 * (160 + 256) // 2)
     assert (covered.primitive, covered.bytes, covered.wire) == ("Allgather", 29 * 8, 29 * 8)
     assert (others.primitive, others.bytes, others.wire) == ("Allreduce", 4 * 48, 4 * 48)
+    assert p.memory(0)["wires"] == 4 * (320 + 176)
     owner = MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)
     p = make_plan(LAYERS, 2, Strategy(owner, compression=wires), OTHERS)
     statistics, counts, covered, others, _, weights, exact = p.messages(1, True, True)

@@ -48,6 +48,7 @@ def test_processes_that_are_not_connected_are_refused_once(monkeypatch, capfd, r
     assert capfd.readouterr().err.count(CALL) == (rank == "0")
 
 
+@pytest.mark.gate
 def test_torchrun_starts_no_mpi_and_a_process_alone_is_not_told_to_install_one():
     """Oracle: the modules that were loaded, and the output."""
     code = "import sys, mpikfac; print(mpikfac.world().size, 'mpi4py' in sys.modules)"

@@ -272,6 +272,7 @@ def test_a_state_resumes():
         assert torch.equal(found, expected)
 
 
+@pytest.mark.gate
 def test_a_compiled_model_trains_as_it_is():
     """Oracle: the model without a compiler; a compiler that makes its own graphs."""
     plain, compiled = Language(), Language()

@@ -382,6 +382,7 @@ def test_a_trainer_that_is_gone_is_not_kept():
     assert repr(caught).startswith("KFAC(2 layers covered, 0 tensors trained first-order, 1 ranks")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", [KFAC, FirstOrderTrainer])
 def test_dropped_trainers_leave_nothing_in_a_model(kind, overlap):
@@ -401,6 +402,7 @@ def test_dropped_trainers_leave_nothing_in_a_model(kind, overlap):
     assert not any(hooks)
 
 
+@pytest.mark.gate
 def test_a_trainer_that_a_weight_refers_to_ends_with_its_model():
     """Oracle: the number of live parts of trainers before."""
     before = inside.live_parts()
@@ -623,6 +625,7 @@ def test_little_damping_in_float32_is_warned_of_once(caplog):
         assert len(told) == (dtype == torch.float32)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("preconditioner", "damping"), [("eigen", 1e-3), ("inverse", 1e-5), (problem.UNSPLIT, 1e-1)]
 )
@@ -884,6 +887,7 @@ CAPTURES = {
 }
 
 
+@pytest.mark.gate
 @pytest.mark.filterwarnings("ignore")  # torch deprecates tracing, and compares random graphs
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("capture", CAPTURES)

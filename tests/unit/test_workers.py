@@ -25,6 +25,7 @@ print(size)
 """
 
 
+@pytest.mark.gate
 def test_no_import_starts_mpi():
     """Oracle: the loaded modules; mpi4py.MPI starts MPI."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
@@ -51,6 +52,7 @@ def test_a_program_that_asks_for_mpi_in_a_worker_ends_at_once(way):
     assert (ended.returncode == 0, line in ended.stderr) == (way == "fork", way != "fork")
 
 
+@pytest.mark.gate
 def test_a_process_of_multiprocessing_without_a_launcher_is_a_job_of_its_own():
     """Oracle: one rank, as in any process without a launcher."""
     code = (

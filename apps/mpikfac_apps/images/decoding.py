@@ -88,7 +88,7 @@ def centre(image: Image.Image, size: int) -> Image.Image:
 
 
 def shorter_side(image: Image.Image, pixels: int) -> Image.Image:
-    """Resize an image's shorter side to `pixels`, with Pillow's antialiased bilinear filter."""
+    """Scale an image to a shorter side of `pixels`, with Pillow's antialiased bilinear filter."""
     shorter = min(image.size)
     width, height = (pixels * side // shorter for side in image.size)
     return image.resize((width, height), Image.Resampling.BILINEAR)

@@ -1,4 +1,4 @@
-"""Options for checkpoints and image folders; printing the help does not import torch."""
+"""Options of programs for checkpoints and images; printing the help does not import torch."""
 
 from __future__ import annotations
 

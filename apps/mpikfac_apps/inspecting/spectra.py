@@ -153,8 +153,8 @@ def draw(spectra: Sequence[Spectrum], conditions: Sequence[float], title: str, p
     infinite = [row for row in rows if conditions[row] == math.inf]
     edge = axes[2].get_yaxis_transform()
     axes[2].plot([0.97] * len(infinite), infinite, ">", transform=edge)
-    axes[2].set(title="condition number", xscale="log")
-    axes[2].set_xlabel("of the matrix to invert" + ("; triangles: infinite" if infinite else ""))
+    label = "condition number of the matrix to invert"
+    axes[2].set(xscale="log", xlabel=label + ("\ntriangles: infinite" if infinite else ""))
     axes[2].xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())  # minor labels overlap
     finite = [condition for condition in conditions if condition < math.inf]
     if finite:  # labels need at least two powers of ten

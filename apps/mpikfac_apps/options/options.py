@@ -97,8 +97,8 @@ class DataOptions:
             Beta(alpha, alpha). With both mixup and cutmix, each step chooses one of them at random.
             null for none.
         size: for patches, synthetic images and crops of images in files, the side length in pixels
-            (null for 28, 32 and 224); for a text, the length of a window in bytes (null for 64);
-            for a volume, the side length of a crop in voxels (null for 16).
+            (null for 28, 32 and 224, respectively); for a text, the length of a window in bytes
+            (null for 64); for a volume, the side length of a crop in voxels (null for 16).
         classes: the number of classes of synthetic images; null for 10.
         workers: the number of processes per rank that decode images in files in advance; with 0,
             the rank decodes them itself; null for 2. Results do not depend on this number.

@@ -115,8 +115,8 @@ def mutated(
 def suppressed(ranking: Sequence[int], distances: Tensor, near: float) -> set[int]:
     """Return the members that have a better member in their cluster.
 
-    Clusters start as single members. The two clusters with the smallest mean distance are joined,
-    and this is repeated until the smallest distance is at least `near`.
+    Clusters start as single members. As long as the smallest mean distance between two clusters is
+    less than `near`, these two clusters are joined.
 
     Args:
         ranking: the members, the best first.

@@ -85,7 +85,7 @@ class Bases(Part):
         )
 
     def _alike(self) -> list[list[PlannedLayer]]:
-        """Return the layers to precondition, in lists of equal ones; on a CPU, one layer per list.
+        """Return lists of equal layers to precondition together; on a CPU, one layer per list.
 
         Stacks save time on a GPU, where launching a small kernel takes as long as running it.
         """
@@ -138,7 +138,8 @@ class Bases(Part):
 
         Args:
             factors: the packed factors, by name.
-            warn: called with the layers whose factors have rounding errors that exceed the damping.
+            warn: called with the layers whose factors have rounding errors that are large relative
+                to the damping.
         """
         self.turn = turn
         self._due = step + (self.plan.strategy.refresh.staleness if self.ready else 0)
@@ -175,7 +176,8 @@ class Bases(Part):
         """Put the rank's own decompositions into the arena, once they are finished.
 
         Factors that were not decomposed, or could not be, keep their previous decomposition.
-        Before the first decomposition, blocks and directions are NaN.
+        If the first decomposition of a factor fails, its blocks are NaN, and its layer is not
+        preconditioned until a later decomposition succeeds.
 
         Returns:
             The number of factors that were decomposed.
@@ -263,7 +265,7 @@ class Bases(Part):
     def complete(self, names: Collection[str]) -> set[str]:
         """Return the names required for a complete state, given the `names` in the state."""
         complete = super().complete(names)
-        if complete and DUE in names:  # all blocks of the slot, including kept ones
+        if complete and DUE in names:  # all blocks of the slot, including those that were kept
             turns = {DECOMPOSITIONS + b.name: f.turn for f in self.plan.factors for b in f.blocks}
             begun = {turns[name] for name in names if name in turns}
             turn = begun.pop() if len(begun) == 1 else None
@@ -271,7 +273,7 @@ class Bases(Part):
         return complete
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items to load from a state with `names`, with values of the expected form."""
+        """Return the items to load from a state that contains `names`, in their expected form."""
         if PRECONDITIONER not in names:
             return {}
         needed = super().needed(names)

@@ -1,8 +1,8 @@
 """Replay, with a single call, all kernels that a region of a step launched in an earlier step.
 
 A region launches many small kernels, and a GPU can finish one before the host has launched the next
-one. A graph contains all kernels of a region, with the addresses and host values at the time of
-recording.
+one. A CUDA graph contains all kernels of a region, with the addresses and host values at the time
+of recording.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("mpikfac")
 class Captured:
     """Record a region in the second of two consecutive steps with the same key; then replay it.
 
-    Other steps run the region itself: the first step with a key also initialises libraries, which
+    Other steps run the region directly: the first step with a key also initialises libraries, which
     is impossible while recording.
     """
 

@@ -50,9 +50,9 @@ class FactorRequest(NamedTuple):
 
     Attributes:
         packed: the packed factors, by name.
-        added: for each factor whose preconditioner needs this, by name, the damping that is added
-            before the decomposition.
-        precise: for each factor, by name, whether it is decomposed in float64.
+        added: the damping to add to a factor before its decomposition, by the factor's name; only
+            for factors whose preconditioner needs this.
+        precise: whether a factor is decomposed in float64, by the factor's name.
         turn: the slot of the refresh; None for all layers.
         first: whether no decomposition is in use yet.
     """
@@ -82,7 +82,7 @@ Ready = Callable[[], Decomposed]
 
 
 class AtOnce:
-    """Decompose in the calling thread, when the results are requested.
+    """Decompose factors in the calling thread, when the results are requested.
 
     Args:
         arena: holds all decompositions on the rank.
@@ -94,7 +94,7 @@ class AtOnce:
         self._tolerance = site.plan.strategy.refresh.tolerance
 
     def start(self, request: FactorRequest) -> Ready:
-        """Start decomposing, and return a function that waits for the blocks.
+        """Start decomposing the factors, and return a function that waits for the blocks.
 
         Collective over: none.
         """
@@ -110,7 +110,7 @@ class AtOnce:
         """Raise an error if the set of trained parameters must not change."""
 
     def decomposed(self, request: FactorRequest) -> Decomposed:
-        """Decompose, and return the changed blocks of the arena."""
+        """Decompose the requested factors, and return the changed blocks of the arena."""
         sums = self.site.dtype
         dtypes = {n: torch.float64 if request.precise.get(n) else sums for n in request.packed}
         renewed, fitting = self._renewed(request, dtypes)
@@ -148,12 +148,16 @@ class AtOnce:
             tried += [factor.name for factor in stack.factors]
             misfits.append(misfit.double())
         found = zip(tried, torch.cat(misfits).tolist() if misfits else [])
-        return blocks, {name for name, misfit in found if misfit <= self._tolerance}  # not if NaN
+        return blocks, {name for name, misfit in found if misfit <= self._tolerance}  # False if NaN
 
     def _in_stacks(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]
     ) -> tuple[Blocks, set[str]]:
-        """Decompose on a GPU, one call per order; return blocks and the names of sound factors."""
+        """Decompose the requested factors on a GPU, with one call per order.
+
+        Returns:
+            The blocks, and the names of the factors that are finite and have only finite blocks.
+        """
         if self.site.device.type == "cpu":
             return {}, set()
         blocks: Blocks = {}
@@ -175,7 +179,7 @@ class AtOnce:
 
 
 class InBackground(AtOnce):
-    """Decompose in a thread of the rank during the steps, except the first time."""
+    """Decompose factors in a thread of the rank during the steps, except the first time."""
 
     def __init__(self, site: Site, arena: Arena, factor_of: Mapping[str, str]) -> None:
         super().__init__(site, arena, factor_of)
@@ -203,7 +207,7 @@ class Background:
     def start(self, function: Callable[[], Result]) -> Callable[[], Result]:
         """Run `function` in the thread; return a function that waits for its result or error.
 
-        Tensors that `function` uses must not change in the meantime.
+        Tensors that `function` uses must not change until it has returned.
         """
         if self._stream:
             self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))

@@ -157,7 +157,7 @@ class Directions(Part):
     # -- state -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Discard the averages of lengths and the prediction."""
+        """Discard the averages and momenta on which lengths depend, and the prediction."""
         self.expected.zero_()
         for item in self.items():
             if item.tensor is not None:
@@ -173,12 +173,12 @@ class Directions(Part):
         return ({DAMPING: adapted.damping} if adapted else {}) | ({SEEN: seen} if seen else {})
 
     def in_state(self, names: Collection[str]) -> list[Item]:
-        """Return the items whose kinds occur in a state with `names`; others start from scratch."""
+        """Return the items whose kinds occur in `names`; all other items start from scratch."""
         kinds = {name.partition("/")[0] for name in names}
         return [item for item in self.items() if item.name.partition("/")[0] in kinds]
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items to load from a state with `names`, with values of the expected form."""
+        """Return the items to load from a state that contains `names`, in their expected form."""
         marks = {name: value for name, value in self.marks().items() if name in names}
         return super().needed(names) | marks
 
@@ -204,12 +204,12 @@ class Directions(Part):
         return weighted_sum(sums, factors, self.arena.flat)
 
     def _square(self) -> Tensor:
-        """Return `sum <direction, direction>` `[1]` over the same layers."""
+        """Return `sum <direction, direction>` `[1]` over the rank's layers."""
         squares = [self.arena[layer.name].square().sum() for layer in self._finite()]
         return weighted_sum(squares, [1.0] * len(squares), self.arena.flat)
 
     def _finite(self) -> list[Layer]:
-        """Return the layers with directions in the arena and finite gradients.
+        """Return the layers with directions in the arena and with finite gradients.
 
         Other layers are not updated, and would make the sums NaN.
         """

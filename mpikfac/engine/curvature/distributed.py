@@ -199,7 +199,8 @@ class DistributedPreconditioner(Method):
     def _average_statistics(self, numbers: Numbers) -> None:
         """Average the batch's statistics over ranks and over time."""
         weight = self.gradients.weight_of_statistics
-        if not self.factors.sender.in_parts and self.gradients.weight:  # else nothing is left to do
+        # Skipped if `accumulate` has done this for every part, or if the rank has no examples.
+        if not self.factors.sender.in_parts and self.gradients.weight:
             self._finish_statistics()
             self.factors.send_rest()
         for part in self.of_preconditioner:
@@ -395,7 +396,8 @@ class PreconditionerFactory(MethodFactory):
         return plan
 
     def _planned(self, model: CoveredModel, strategy: Strategy, ranks: int) -> Plan:
-        self.settings.due("inv_update_steps", 0, strategy.refresh.stagger)  # fails before step 0
+        # This raises an error before step 0 if the interval is invalid.
+        self.settings.due("inv_update_steps", 0, strategy.refresh.stagger)
         forms = tuple(preconditioner.form for preconditioner in self.preconditioners.values())
         run = next(iter(self.preconditioners.values()))
         layer_shapes = [layer.shape for layer in model.layers]

@@ -36,5 +36,5 @@ class Eagerly:
 
 
 def _is_taken() -> bool:
-    """Return whether this module set the current stance, a private variable of torch."""
+    """Return whether this module set the current stance, which is a private variable of torch."""
     return any(taken.stance is torch._dynamo.eval_frame._stance for taken in _STANCES)

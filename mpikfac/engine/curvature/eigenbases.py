@@ -21,7 +21,8 @@ class EigenbasesGraft(AdamGraft):
     """Take Adam's step with momentum, in each layer's eigenbases.
 
     Momenta are stored in the basis of the weights. When bases change, averages of squares are not
-    converted. Uncovered parameters take Adam's step; its averages use the same decay.
+    converted to the new bases. Uncovered parameters take Adam's step; its averages use the same
+    decay.
     """
 
     KIND, DECAY = ROTATED, 0.95  # as published

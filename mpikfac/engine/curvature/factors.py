@@ -32,7 +32,7 @@ FORMS = {"matrix": FACTOR_ITEMS, "vector": VECTORS}  # kinds of averages in the 
 
 @dataclass(frozen=True)
 class Running:
-    """A running average and the batch's sum that will be merged into it, or a stack of both.
+    """A running average and the batch's sum to merge into it, or a stack of several such pairs.
 
     Attributes:
         total: the batch's sum over examples; for a stack, `[factors, elements]`.
@@ -253,7 +253,7 @@ class Factors(Part):
     # -- averages --------------------------------------------------------------------------------
 
     def whole(self, turn: int | None = None) -> Arena:
-        """Return averages over ranks and time of the factors that this rank decomposes.
+        """Return the averages, over ranks and over time, of the factors that this rank decomposes.
 
         Args:
             turn: the slot of the refresh; None for all layers.
@@ -267,7 +267,7 @@ class Factors(Part):
         """Clear the statistics for the next batch, if `whole` has used their memory."""
 
     def reset(self) -> None:
-        """Discard all averages, or start at the identity with the weight of one batch."""
+        """Discard all averages, or reset them to the identity with the weight of one batch."""
         self.averages.flat.zero_()
         for name, average in self.averages.items():
             self.weights[name].zero_()
@@ -278,7 +278,7 @@ class Factors(Part):
         self.lacking = not self._starts_at_identity
 
     def abort_batch(self) -> None:
-        """Merge the previous batch, and drop the sender's part of the current one.
+        """Merge the previous batch, and drop what the sender holds of the current batch.
 
         Collective over: world if statistics are overlapped, otherwise none.
         """
@@ -314,7 +314,7 @@ class Factors(Part):
         return super().state_dict()
 
     def in_state(self, names: Collection[str]) -> list[Item]:
-        """Return the averages and weights of the factors in a state with `names`.
+        """Return the averages and weights of the factors in a state that contains `names`.
 
         Raises:
             ValueError: the state lacks a factor.
@@ -333,7 +333,7 @@ class Factors(Part):
         return items
 
     def _in_state(self, names: Collection[str]) -> Iterable[Factor]:
-        """Return the factors that have averages in a state with `names`.
+        """Return the factors whose averages are loaded from a state that contains `names`.
 
         A factor starts from scratch if the state has a vector instead of a matrix, or vice versa.
         """
@@ -387,7 +387,9 @@ class LateFactors(Factors):
         return True
 
     def whole(self, turn: int | None = None) -> Arena:
-        """Return averages over ranks and time, of all layers or one slot, valid until `release`.
+        """Return the averages of all layers or of slot `turn`, over ranks and over time.
+
+        They stay valid until `release`.
 
         Collective over: world.
         """

@@ -36,7 +36,7 @@ from mpikfac.preconditioners import Held, Preconditioner
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal layers that the rank preconditions together; a single layer where that is as fast.
+    """Equal layers that the rank preconditions together; on a CPU, every layer is its own stack.
 
     Attributes:
         names: the names of the layers.
@@ -44,7 +44,8 @@ class Stack:
         direction: the directions, a view of their arena: `[outputs, inputs]`, or `[layers, outputs,
             inputs]` for several layers.
         matrix: whether a layer maps vectors to vectors, so that a direction has singular values.
-        apart: the sizes of the parts of the smaller side that are orthogonalised separately.
+        apart: the sizes of the parts into which the smaller side is split; each part is
+            orthogonalised separately.
         each: the shape that broadcasts one value per layer over a tensor of the stack.
     """
 
@@ -63,7 +64,7 @@ class Graft:
     Attributes:
         stacks: the layers that this rank preconditions.
         sources: the gradients to precondition, for each stack.
-        apart: pairs for copying gradients to those sources that are not views of their arena.
+        apart: pairs for copying gradients to sources that are not views of the gradients' arena.
         uncovered: the uncovered parameters whose steps replace their gradients in the arena.
         predicted: whether K-FAC's quadratic model predicts the change in the loss.
     """
@@ -170,7 +171,7 @@ class AdamGraft(Graft):
     Uncovered parameters take Adam's step itself.
 
     Attributes:
-        KIND: the kind of the averages' items.
+        KIND: the kind of the items that store the averages.
         DECAY: the decay of the averages of squared gradients.
     """
 
@@ -210,7 +211,7 @@ class AdamGraft(Graft):
         self._adam.count(self.gradients.broken)
 
     def key(self) -> Hashable:
-        """Return divisors of averages, addresses of weights, and which parameters are stepped."""
+        """Return whether divisors are equal, addresses of weights, and what the optimizer steps."""
         own, places = members(self.optimizer), [weight.data_ptr() for weight in self._weights]
         stepped = [slot.block.parameters[0] in own for slot in self.uncovered]
         return self._adam.even, *places, *stepped
@@ -289,9 +290,10 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 
 def _table(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the indices of consecutive groups of sizes `counts` as rows, padded with the total.
+    """Return one row of indices per group of consecutive items; `counts` are the groups' sizes.
 
-    Rows are summed in the same order on all devices; `index_add_` has no fixed order on a GPU.
+    Rows are padded with the total number of items. A sum along rows has the same order on all
+    devices, whereas `index_add_` has no fixed order on a GPU.
     """
     ends = list(itertools.accumulate(counts))
     most, end = max(counts, default=0), sum(counts)

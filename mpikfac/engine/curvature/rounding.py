@@ -16,7 +16,7 @@ from mpikfac.preconditioners import Means, Preconditioner, mean_eigenvalues, rep
 
 # Bounds on the errors of eigenvalues, relative to the damping.
 HARMLESS = 0.01  # in a decomposition
-COARSE = 100.0  # in averages; products of traces far exceed the actual errors
+COARSE = 100.0  # in averages; errors estimated from traces far exceed the actual ones
 COARSE_DAMPED = 0.2  # in averages that are damped before the decomposition
 
 Warn = Callable[[Sequence[str]], object]
@@ -62,7 +62,7 @@ def damping_added(
     flags: Flags,
     warn: Warn,
 ) -> dict[str, Tensor]:
-    """Return, by name, the damping in the decompositions of factors, `[]` or `[groups]`.
+    """Return the damping that is part of factors' decompositions, `[]` or `[groups]`, by name.
 
     `warn` is called with the layers of factors for which `eps` times the trace is large relative
     to the damping.

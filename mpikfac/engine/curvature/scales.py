@@ -54,7 +54,7 @@ class Scales(PreconditionerPart):
         self._running = {name: self._running_of(name) for name in self.averages}
         self._messages = scales.reduce_scales(site.plan)
         self._recorded: set[str] = set()  # layers that have bases, and therefore scales
-        self._awaited: set[str] | None = None  # layers waiting for new bases; None: see `restart`
+        self._awaited: set[str] | None = None  # layers with pending bases in a loaded state
 
     def _running_of(self, name: str) -> Running:
         total, count = self.sums[name], self.sums[count_of(name)]
@@ -110,7 +110,7 @@ class Scales(PreconditionerPart):
 
         Args:
             statistics: the rank's sums for factors, and their numbers of examples.
-            of_loss: whether the gradients belong to the loss, a mean over the batch.
+            of_loss: whether the gradients are those of the loss, which is a mean over the batch.
             weight: the weight of the rank's examples.
         """
         for name in self._recorded:

@@ -30,7 +30,7 @@ class Codistillation:
     The peers of a group are the other groups. Each rank keeps a copy of each peer's model, which
     is only updated when weights are swapped [Anil et al. 2018].
 
-        codistillation = mpikfac.Codistillation(model, comm, burn_in=500)
+        codistillation = mpikfac.lab.Codistillation(model, comm, burn_in=500)
         trainer = mpikfac.FirstOrderTrainer(model, optimizer, codistillation.group)  # or KFAC
         for images, labels in loader:
             optimizer.zero_grad()

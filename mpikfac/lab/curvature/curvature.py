@@ -4,7 +4,7 @@ The Kronecker factors of a layer estimate the Fisher matrix of its parameters as
 estimate for the whole model has one such block per layer [Martens & Grosse 2015]. With
 fisher_type="empirical", the factors are computed from gradients for the labels of the data, rather
 than for labels drawn from the model's distribution; these gradients vanish as examples are fitted.
-In its eigenbasis, the inverse, roots, log-determinant and samples of a block only require its
+In the eigenbasis of a block, its inverse, roots, log-determinant and samples only require its
 eigenvalues.
 """
 

@@ -27,7 +27,7 @@ class DirectFeedback:
     """Train the blocks of a trainer's model with direct feedback.
 
         trainer = mpikfac.FirstOrderTrainer(model, optimizer)
-        mpikfac.DirectFeedback(trainer, ["layer1", "layer2"], seed=0)
+        mpikfac.lab.DirectFeedback(trainer, ["layer1", "layer2"], seed=0)
 
     The training loop stays the same: the backward pass of the loss computes the gradients of all
     blocks. Under `torch.no_grad`, the model works as before. The signs of the matrices depend only

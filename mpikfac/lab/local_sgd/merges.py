@@ -400,7 +400,11 @@ class Leader(SeparateMerge):
         return losses
 
     def _move(self, due: Sequence[bool]) -> None:
-        """Move the replica in the buffer towards each leader, by more if an exchange is due."""
+        """Move the replica in the buffer towards each leader.
+
+        The fraction of the distance is `leader_step` if the leader's exchange is due; otherwise,
+        it is `leader_pull` divided by the number of steps between exchanges.
+        """
         rule, before = self.sync, self.weights.clone()
         for leader, now, every in zip(self._leaders, due, self._every):
             share = rule.leader_step if now else rule.leader_pull / every

@@ -64,9 +64,10 @@ class AsyncSGD(Trainer):
         sync = mpikfac.lab.ParameterServer(servers=1)
         team = mpikfac.split_comm(comm, sync.servers)
         if team.comm is None:
-            mpikfac.run_parameter_server(model, optimizer, team)
+            mpikfac.lab.run_parameter_server(model, optimizer, team)
         else:
-            trainer = mpikfac.AsyncSGD(model, optimizer, team, mpikfac.Strategy(sync=sync))
+            strategy = mpikfac.Strategy(sync=sync)
+            trainer = mpikfac.lab.AsyncSGD(model, optimizer, team, strategy)
             ...
             trainer.close()
 

@@ -1,4 +1,4 @@
-"""Find a model's layers that can be split, the consecutive ones, and the sizes of their calls."""
+"""Find layers that can be split, pairs of consecutive ones, and the sizes of their calls."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
     channels, pixels = x.shape[1] // groups, x.shape[2] * x.shape[3]
     if groups > 1 and channels == 1:
         return x.square().sum((0, 2, 3)).view(groups, 1, 1)
-    # Whether the channels of a pixel are not adjacent in memory.
+    # Whether a pixel's channels are not adjacent in memory.
     apart = not x.is_contiguous(memory_format=torch.channels_last)
     if _in_kernel(x) and pixels > 1 and (pixels <= 16 * channels or not apart):
         return _correlate(x, x, (1, 1), groups).flatten(2)
@@ -78,12 +78,12 @@ def _strip(
 ) -> tuple[Tensor, Window, slice]:
     """Return the strip of `x` seen by patches before or after the output positions of a dimension.
 
-    Outside of the output, the `hidden` taps nearest to the output see only padding zeros.
-    The remaining taps become channels of the strip, whose pixels are positions in `dim`.
+    In these patches, the `hidden` outermost taps see only zeros outside of `x`. The remaining
+    taps become channels of the strip, so that every pixel along `dim` stands for one position.
 
     Returns:
         The strip `[batch, groups * taps * c, ...]`, transposed if `dim` is 1; its window; and the
-        remaining taps.
+        taps that became channels.
     """
     pad, dilation = window.padding[dim][side], window.dilation[dim]
     thickness = window.reach[dim] - pad
@@ -124,7 +124,7 @@ def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
     if kh == kw == 1:
         return pixel_sum(x, groups)[None, None, None, None]
     half = _autocorrelation(x, window, groups)
-    full = half  # a single row already has differences of both signs
+    full = half  # with a single row, `half` already contains all differences
     if kh > 1:
         full = torch.cat([half.transpose(1, 2)[:, :, :, 1:].flip(3, 4), half], 3)
     by_difference = full.permute(3, 4, 0, 1, 2).flatten(0, 1)

@@ -25,7 +25,7 @@ PASSED_ON = (TRANSPOSED, "ToCopyBackward0", *SPLIT)  # nodes between a weight an
 class InnerLayer(Layer):
     """Cover a linear layer inside a module, with the gradient from the node of its product.
 
-    A module can multiply by the whole weight in one product, or by parts of its rows in several.
+    A module can multiply by the whole weight in one product, or by parts of it in several products.
 
     Args:
         source: the module's argument that is the layer's input; "" if there is none.

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 class KLShampoo(Roots):
     """Use inverse square roots of running means of `G R^-1 G' / inputs` and `G' L^-1 G / outputs`.
 
-    `R kron L` is then the best approximation of the gradient's second moment in terms of the
-    Kullback-Leibler divergence [Lin et al. 2025]. The inverses are the squares of the damped roots
-    in use; before the first decomposition, they are the identity.
+    G is the averaged gradient `[outputs, inputs]`, and the means are L and R. `L (x) R` is then the
+    best approximation of the gradient's second moment in terms of the Kullback-Leibler divergence
+    [Lin et al. 2025]. The inverses are the squares of the damped roots in use; before the first
+    decomposition, they are the identity.
 
     Attributes:
         dtype: the dtype in which roots are kept, sent and multiplied; None for that of the model.

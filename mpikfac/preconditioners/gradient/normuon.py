@@ -14,8 +14,8 @@ from mpikfac.preconditioners.preconditioner import Defaults
 class NorMuon(Muon):
     """The gradient, or its momentum, unchanged [NorMuon].
 
-    `AdamGrafting(normalize_rows=True)` computes the polar factor and normalises its rows. In
-    addition to Muon's state, it keeps one value per row of a matrix.
+    `AdamGrafting(normalize_rows=True)` computes the polar factor and normalises its rows, for which
+    it keeps one value per row, in addition to what it keeps for Muon.
     """
 
     name: ClassVar[str] = "normuon"

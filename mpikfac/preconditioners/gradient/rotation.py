@@ -10,7 +10,7 @@ from mpikfac.preconditioners.preconditioner import Held
 
 
 def turned_back(step: Tensor, held: Held) -> Tensor:
-    """Return `QL step QR'`, `[outputs, inputs]`."""
+    """Return `QL step QR'`, `[outputs, inputs]`, for eigenvectors QL and QR."""
     a, g = held.a["vectors"], held.g["vectors"]
     return from_right(from_left(g, step.to((*a, *g)[0].dtype)), a, transpose=True)
 

@@ -36,8 +36,8 @@ NEEDS = (
 class SOAP(Moments):
     """The gradient in the eigenbases of running means of `G G'` and `G' G`.
 
-    `AdamInEigenbases` takes Adam's step there, and rotates it back [SOAP]. The damping is relative;
-    see `damped_squares`.
+    G is the averaged gradient `[outputs, inputs]`. `AdamInEigenbases` takes Adam's step in the
+    eigenbases, and rotates it back [SOAP]. The damping is relative; see `damped_squares`.
 
     Attributes:
         dtype: the dtype in which eigenbases are kept, sent and multiplied; None for that of the
@@ -69,7 +69,7 @@ class SOAP(Moments):
         return {"vectors": vectors, "small": (values <= bounds).to(values.dtype)}
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
-        """Return `QL' gradient QR`, `[outputs, inputs]`."""
+        """Return `QL' gradient QR`, `[outputs, inputs]`, for eigenvectors QL and QR."""
         a, g = held.a["vectors"], held.g["vectors"]
         rotated = numerics.from_left(g, gradient.to((*a, *g)[0].dtype), transpose=True)
         return numerics.from_right(rotated, a)

@@ -124,7 +124,7 @@ def overlap_choices(options: AdviseOptions) -> list[AdviseOptions]:
 
 
 def needs(row: Row, options: AdviseOptions) -> Row:
-    """Return a row's computing time per image, and the images needed to hide its messages."""
+    """Return a row's computing time per image, and how many images hide its messages."""
     if "left_out" in row:
         return {}
     stages = row["mean"]["stages"]

@@ -131,7 +131,7 @@ def changed(options: Options, change: Mapping[str, Any]) -> Options:
 
 
 def alike(name: str) -> bool:
-    """Return whether a strategy gives the same results as a single process with all examples."""
+    """Return whether a strategy gives the same results as a single process with the joint batch."""
     way = mpikfac.plan.NAMED.get(name)
     return way is not None and way.same and way.strategy.refresh == mpikfac.Refresh()
 

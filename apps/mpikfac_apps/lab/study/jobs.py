@@ -126,7 +126,7 @@ def command(cell: Cell, directory: Path, launcher: str) -> list[str]:
 
 
 def _mpirun() -> tuple[str, list[str]]:
-    """Return the environment's launcher and flags, or the mpirun next to Python or on PATH."""
+    """Return the launcher ($MPIRUN, or the mpirun next to Python or on PATH) and its flags."""
     beside = Path(sys.executable).with_name("mpirun")
     usual = str(beside) if beside.exists() else shutil.which("mpirun")
     launcher = os.environ.get("MPIRUN") or usual

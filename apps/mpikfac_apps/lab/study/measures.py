@@ -76,7 +76,7 @@ class Measure:
 
 MEASURES: dict[tasks.Measure, Measure] = {
     "accuracy": Measure("accuracy", max, min, 1.0, 100.0, "test accuracy (%)"),
-    "error": Measure("error", min, max, 0.0, 1.0, "test error"),
+    "error": Measure("error", min, max, 0.0, 1.0, "squared test error per image"),
     "dice": Measure("dice", max, min, 1.0, 1.0, "Dice coefficient of the test"),
     "bits per byte": Measure("bits per byte", min, max, 0.0, 1.0, "bits per byte of the test"),
 }

@@ -203,7 +203,7 @@ def _measured(cell: Cell, directory: Path) -> Measured:
         rows = curves.read(run)
     means = _json(run / "stages.json", MEANS)
     if len(means.get("steps", ())) % inv_update_steps(cell.options, cell.ranks):
-        means = {}  # the trace ends within an interval
+        means = {}  # the trace does not cover whole intervals
     planned = _planned(cell)
     return Measured(
         cell=cell,

@@ -1,8 +1,8 @@
 """Compare each weight's gradient with the gradient from the calls used to compute its factors.
 
 If a loss also uses a weight outside of the layer's calls, as a weight penalty does, no factor
-contains the curvature of that part of the gradient. A few random projections of `sum g a^T`, in
-the first passes of a run, detect such gradients at the cost of multiplying by a few vectors.
+contains the curvature of that part of the loss. A few random projections of `sum g a^T`, in
+the first passes of a run, detect such uses at the cost of multiplying by a few vectors.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Comparison:
     @without_autocast
     @torch.no_grad()
     def add(self, layer: Layer, x: Tensor, g: Tensor) -> None:
-        """Add a call of a layer that multiplied in the dtype of `g`."""
+        """Add a call in which the layer multiplied in the dtype of `g`."""
         if _key(layer) not in self._sums or not g.numel():
             return
         if x.dim() < layer.dimensions:  # one example without a batch dimension

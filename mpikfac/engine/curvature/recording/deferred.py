@@ -1,6 +1,6 @@
 """Compute the moments of many layers together, with as many kernels as for one layer.
 
-On a GPU, launching a small kernel takes as long as the kernel itself. The moments of calls are
+On a GPU, launching a small kernel takes as long as running it. The moments of calls are
 therefore computed at the end of the backward pass; then inputs of the same shape, from layers of
 the same form, are treated as the groups of one layer.
 """
@@ -22,12 +22,13 @@ from mpikfac.layers import SIDE_BY_SIDE
 from mpikfac.numerics import add_triangle, without_autocast
 
 MOST_BYTES = 2**30
-"""The maximum size, in bytes, of waiting calls and their patches; above it, no call waits."""
+"""The maximum size, in bytes, of waiting calls and their patches; if they exceed it, they are added
+to the sums immediately."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """One side of a call; inputs and gradients are the program's own tensors, not copies.
+    """One side of a call, waiting to be added; its tensors are the program's own, not copies.
 
     Attributes:
         tensors: the tensors from which the moment is computed: inputs or gradients, or both for
@@ -64,7 +65,7 @@ class Waiting:
 class DeferredMoments(Moments):
     """Moments that are added to the sums at the end of a backward pass.
 
-    Sums that are overlapped must be sent during the backward pass, so `Moments` is used for them.
+    If reductions are overlapped, sums must be sent during the backward pass, so `Moments` is used.
     """
 
     def __init__(self, *bound: Any) -> None:
@@ -81,7 +82,7 @@ class DeferredMoments(Moments):
         self._bytes = 0
 
     def finish(self) -> dict[str, bool]:
-        """Turn the sums into factors, including those of an interrupted backward pass."""
+        """Add waiting moments, even of an interrupted backward pass; turn sums into factors."""
         self._add_waiting()
         return super().finish()
 
@@ -112,7 +113,7 @@ class DeferredMoments(Moments):
         while self._waiting:
             waiting = self._waiting.pop()
             waiting.check()
-            calls[id(waiting.side)] += 1  # a stack adds to a sum at most once
+            calls[id(waiting.side)] += 1  # a stack adds to the same sum at most once
             stacks.setdefault((waiting.form(), calls[id(waiting.side)]), []).append(waiting)
         self._bytes = 0
         with self._stage_of_all(), torch.no_grad():

@@ -40,9 +40,9 @@ class RecordingHooks(Part):
 
     A call counts if the model is in `train()` mode, recording is not paused, and a backward pass
     computes gradients of parameters from it. Calls that trace or export the model do not count. If
-    the Fisher matrix uses labels that `KFAC.record` draws, only the passes of `record` count. A
-    pass is also excluded if its gradients are set to None or 0 before the next pass: the moments
-    contain the same passes as `.grad`.
+    `KFAC.record` computes the gradients for the Fisher matrix, only its passes count. A pass is
+    also excluded if its gradients are set to None or 0 before the next pass: the moments contain
+    the same passes as `.grad`.
 
     Attributes:
         recording: whether passes count.
@@ -55,11 +55,12 @@ class RecordingHooks(Part):
         self.recording, self.paused = False, False
         self._model, self._moments = model, moments
         self._closed = False
-        self._derivatives_told = self.plan.rank > 0  # one rank warns, once
+        self._derivatives_told = self.plan.rank > 0  # only rank 0 warns, and only once
         self.passes = 0
-        # Whether the next call of a layer begins a pass, because a backward pass came in between.
+        # Whether the next call of a layer begins a pass, as after a backward pass.
         self._between = True
-        # The thread of the forward pass whose backward pass is running; others may use the model.
+        # The thread of the forward pass whose backward pass is running; other threads can use the
+        # model at the same time.
         self._running: int | None = None
         self._interrupted = False
         self._followed = False  # whether gradients are noted at the end of the backward pass
@@ -166,7 +167,7 @@ class RecordingHooks(Part):
             listen_to(partial(self._on_gradient, layer, [x.detach()], version, passed))
 
     def _note_forward(self) -> None:
-        """Record a call of a layer outside of backward passes: the previous pass has ended."""
+        """Record a layer's call outside of backward passes; the previous pass has then ended."""
         self._interrupted |= self._running is not None
         self._running, self._followed = None, False
         if self._between:  # the program calls parts of the model, not the model itself
@@ -177,9 +178,10 @@ class RecordingHooks(Part):
     def _on_gradient(
         self, layer: Layer, inputs: list[Tensor], version: int, passed: tuple[int, int], g: Tensor
     ) -> None:
-        """Add a call to the sums if it counts; until then, `inputs` holds the call's input.
+        """Add a call to the sums if it counts.
 
         Args:
+            inputs: the call's input; removed when no further backward pass of the call needs it.
             passed: the number of the forward pass, and its thread.
         """
         if self.paused:
@@ -221,7 +223,7 @@ class RecordingHooks(Part):
     def _note_gradients(self, of_loss: bool, accumulated: bool) -> None:
         """Note the gradients that a pass of the loss has left in the model."""
         self._followed = False
-        if not self._derivatives_told:  # derivatives would explain a difference
+        if not self._derivatives_told:  # derivatives in the loss would explain a difference
             self._comparison.end()
         if of_loss:
             self._retained.note(self._moments.recorded, accumulated)

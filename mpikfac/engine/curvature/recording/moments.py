@@ -36,7 +36,8 @@ class Moments(Part):
     layer.
 
     Attributes:
-        of_loss: whether gradients belong to the loss; otherwise, to sampled labels.
+        of_loss: whether the gradients are those of the loss; otherwise, they are those of
+            `KFAC.record`.
         begin: where the chosen examples start, as a fraction of the distance between them, from 0
             to 1.
         vectors: the number of vectors in the passes of the batch, by layer; 0 for embeddings.
@@ -66,7 +67,7 @@ class Moments(Part):
         self._counted: dict[str, ExampleCounts] = {}  # the counts of finished layers
         self._uneven: set[str] = set()  # layers named in an earlier warning
         self.vectors, self.chosen = Counter[str](), Counter[str]()
-        self._stage: Callable[[], AbstractContextManager[None]]  # times a call
+        self._stage: Callable[[], AbstractContextManager[None]]  # measures the time of a call
         self._stage = partial(self.site.trace.stage, STATISTICS)
 
     def abort_batch(self) -> None:
@@ -142,7 +143,8 @@ class Moments(Part):
             x: the inputs of the call.
             g: the gradients with respect to the outputs, from the current backward pass.
             forward_pass: the number of the call's forward pass.
-            turn: describes a backward pass that is one of several replacing the loss's pass.
+            turn: describes the backward pass if it is one of several that replace the loss's pass;
+                otherwise None.
         """
         sums, early = self._layers[layer.name][layer.group or 0], self.factors.sender.early
         self._begin(layer, x, turn)
@@ -205,7 +207,7 @@ class Moments(Part):
         return turn.weight * weight * (examples * (turn.rows if layer.of_batch else examples))
 
     def _take(self, sides: Iterable[SideSums], x: Tensor, g: Tensor, *weights: float) -> None:
-        """Add a call's moments of inputs and of squares, times their `weights`, to the sums."""
+        """Add a call's moments of inputs and of gradients, times their `weights`, to the sums."""
         for side in sides:
             for factor_sum, moment in zip(side.sums, side.moments(side.layer, x, g)):
                 factor_sum.add(moment, weights[side.quadratic])
@@ -282,7 +284,7 @@ class Moments(Part):
     def _check_counts(self) -> None:
         """Warn once about layers whose example counts differ although their pass counts agree."""
         finished, self._counted = self._counted, {}
-        alike: dict[int, dict[int, list[str]]] = {}  # by passes, by examples
+        alike: dict[int, dict[int, list[str]]] = {}  # by numbers of passes and examples
         for name, counts in finished.items():
             if self._layers[name][0].layer.of_batch:
                 alike.setdefault(counts.passes, {}).setdefault(counts.examples, []).append(name)
@@ -293,7 +295,7 @@ class Moments(Part):
 
 
 def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
-    """Warn about layers that saw different numbers of a batch's examples; `sets` names them."""
+    """Warn that layers saw different numbers of a batch's examples; `sets` maps these to layers."""
     seen = [
         f"{number} examples by {', '.join(map(repr, names[:3]))}{' ...' * (len(names) > 3)}"
         for number, names in sorted(sets.items())

@@ -17,7 +17,7 @@ class Retained(NamedTuple):
 
     Attributes:
         versions: the identity of each gradient, and how many times it was changed in place.
-        sizes: the norms, which the host does not wait for.
+        sizes: the norms, as tensors, so that the host need not wait for their values.
         accumulated: whether the pass added to `.grad`; `torch.autograd.grad` does not.
     """
 
@@ -72,8 +72,8 @@ class RetainedGradients:
     def _also_removed(self, removed: Sequence[str]) -> list[str]:
         """Return sharded layers whose rows on this rank were always 0, and have now been written.
 
-        Only other ranks can see that the gradient is now 0. This rank, whose rows of the layer were
-        always 0, assumes so if the gradients of other layers have become 0.
+        Only other ranks can tell whether the gradient is now 0. This rank, whose rows of the layer
+        were always 0, assumes so if the gradients of other layers have become 0.
         """
         return [
             name

@@ -95,7 +95,7 @@ class LayerSums:
         subsample: selects the examples of a call that are used.
         rounded: dtypes that are multiplied without conversion; others are converted to the dtype of
             the sums.
-        complete: whether the last backward pass of a call has left the layer.
+        complete: whether the last of a call's backward passes has left the layer.
     """
 
     layer: Layer

@@ -130,7 +130,10 @@ def efficiency(steps: Sequence[Steps]) -> Iterator[str]:
 
 
 def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
-    """Plot steps against batches, and time against ranks; a thick line is the fastest strategy."""
+    """Plot steps against the batch size, and time against the number of ranks.
+
+    K-FAC's thick line follows its fastest strategy at each number of ranks.
+    """
     names = list(dict.fromkeys(each.kind for each in steps))
     styles = {name: variant_style(place) for place, name in enumerate(names)}
     with styled():

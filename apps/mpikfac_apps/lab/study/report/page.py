@@ -129,18 +129,23 @@ def _write(figures: Mapping[str, Figure | None], directory: Path) -> None:
 def _variants(
     cells: Sequence[Measured], letters: Mapping[str, str]
 ) -> list[tuple[str, str, str, list[str]]]:
-    """Return each variant's name, letter, explanation and options."""
+    """Return each variant's name, letter, explanation and options.
+
+    The options include the settings of the strategy's name that the study does not set itself.
+    """
     rows = {}
     for cell in cells:
         options, variant = cell.cell.options, cell.cell.variant
         names = {"adamw": "AdamW", "muon": "Muon"}
         steps = names.get(options.optimizer, options.optimizer.upper())
         what = f"Gradients are averaged, and {steps} takes the step, without K-FAC"
+        chosen = {key: value for key, value in cell.cell.chosen.items() if key != "seed"}
         if options.optimizer == "kfac":
             named = mpikfac.plan.NAMED.get(options.distribution.strategy)
             what = f"{named.what} [{named.source}]" if named else "The machine's fastest strategy"
             what = what.replace("`", "")
-        chosen = {key: value for key, value in cell.cell.chosen.items() if key != "seed"}
+            own = named.settings if named else {}
+            chosen |= {f"kfac.{key}": own[key] for key in own if getattr(options.kfac, key) is None}
         words = [f"{key}={value}" for key, value in chosen.items()]
         rows[variant] = (variant, letters[variant], what, words)
     return list(rows.values())

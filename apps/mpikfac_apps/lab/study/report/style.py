@@ -76,6 +76,12 @@ def variant_style(place: int) -> dict[str, Any]:
     }
 
 
+def hollow(style: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a style with hollow markers, in the colour of the line."""
+    outline = {"markeredgecolor": style["color"], "markeredgewidth": 1.2}
+    return {**style, **outline, "fillstyle": "none"}
+
+
 def bar_style(part: str) -> dict[str, Any]:
     """Return the colours and the hatch of a bar for a part of a step."""
     colour, hatch = STAGES[part]
