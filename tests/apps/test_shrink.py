@@ -77,12 +77,15 @@ def test_ranks_that_hold_everything_go_on_where_they_are(tmp_path, monkeypatch, 
 @survivable
 @pytest.mark.parametrize(
     ("rank", "more"),
-    [(1, OWNERS), (0, OWNER_UPDATES), (1, OWNER_UPDATES)] if SOAK else [(1, OWNERS)],
+    [(2, OWNERS), (0, OWNER_UPDATES), (2, OWNER_UPDATES)] if SOAK else [(2, OWNERS)],
 )
 def test_what_a_lost_rank_alone_held_is_taken_from_the_last_checkpoint(
     tmp_path, monkeypatch, rank, more
 ):
-    """Oracle: the step of the checkpoint; every step is taken, and the loss falls."""
+    """Oracle: the step of the checkpoint; every step is taken, and the loss falls.
+
+    Ranks 0 and 2 own the two layers.
+    """
     job = train(tmp_path, monkeypatch, rank, 9, UNEVEN, *more)
     assert job.returncode == 0, job.stderr
     output = job.stdout + job.stderr
