@@ -93,7 +93,7 @@ def test_what_a_lost_rank_alone_held_is_taken_from_the_last_checkpoint(
     assert re.search(rf"continuing from {tmp_path}/checkpoints/step-00000000[48]\n", job.stdout)
     found = losses(tmp_path)
     assert list(found) == list(range(1, STEPS + 1))
-    assert found[STEPS] < found[1] / 2
+    assert found[STEPS] < 0.75 * found[1]
 
 
 @pytest.mark.gate
