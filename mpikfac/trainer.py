@@ -273,7 +273,7 @@ class Trainer:
         return {"steps": numbers.step, "optimizer": groups, **of_method, **arguments}
 
     def _tensors(self) -> dict[str, object]:
-        """Return checksums of weights that the program has written, and those from `_all_tensors`."""
+        """Return checksums of weights that the program has written, and those in `_all_tensors`."""
         writes, written = self.built.update.writes, {}
         if writes is not None:
             writes.look(self.steps)

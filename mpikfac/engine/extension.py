@@ -20,8 +20,9 @@ from mpikfac.engine.site import Site
 class OneModel(Part):
     """Base class for exchanges between ranks other than reductions; it exchanges nothing itself.
 
-    With this class, all ranks train one model, so reductions are sufficient. Subclasses override the hooks of a step: `begin_step`, `before_update` (not called in steps that
-    ranks skip) and `end_step`.
+    With this class, all ranks train one model, so reductions are sufficient. Subclasses override
+    the hooks of a step: `begin_step`, `before_update` (not called in steps that ranks skip) and
+    `end_step`.
 
     Attributes:
         heard: whether the votes are means over all ranks.

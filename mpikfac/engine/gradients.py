@@ -187,7 +187,10 @@ class Gradients:
     # -- averages --------------------------------------------------------------------------------
 
     def average(self) -> None:
-        """Average the arena over ranks: on all ranks, or each block only on the rank that updates it.
+        """Average the arena over ranks.
+
+        Afterwards, all ranks have the averages of all blocks, or only the rank that updates a block
+        has its average.
 
         Collective over: world, or the ranks that update the same replica of the model, or none.
 

@@ -71,7 +71,7 @@ class DistributedPreconditioner(Method):
     Attributes:
         factors: averages of factors over ranks and over time.
         hooks: decide which passes belong to the batch.
-        moments: the contributions of these passes to the batch's statistics.
+        moments: the contributions of the batch's passes to its statistics.
         bases: the decompositions that the rank computes or holds.
         directions: preconditioned gradients.
         of_preconditioner: parts that belong to a preconditioner, such as EKFAC's scales.
@@ -160,10 +160,10 @@ class DistributedPreconditioner(Method):
             self.hooks.detach()
 
     def begin_step(self, scaled: bool = False) -> None:
-        """Begin a step, and discard the previous step's prediction.
+        """Begin a step, and discard the change in the loss that the previous step has predicted.
 
         Raises:
-            ValueError: a scaler is used with replicas, or `QuadraticModel` has no batch.
+            ValueError: a scaler is used with local steps, or `QuadraticModel` has no batch.
         """
         if scaled and self.plan.strategy.sync.local_steps:
             raise ValueError(
@@ -174,7 +174,7 @@ class DistributedPreconditioner(Method):
         self.directions.expected.zero_()
 
     def accumulate(self) -> None:
-        """Store the passes since the last call as a part of the local batch."""
+        """Store the statistics of the passes since the last call, as a part of the local batch."""
         if self.hooks.recording:
             self._finish_statistics()
             self.factors.accumulate()
@@ -350,7 +350,8 @@ class PreconditionerFactory(MethodFactory):
     """The choices of K-FAC: settings, estimator, preconditioners and coverage.
 
     Args:
-        preconditioners: the run's preconditioner, and those that rules select.
+        preconditioners: the run's preconditioner, followed by all others that rules can select for
+            layers, by name.
     """
 
     def __init__(

@@ -97,7 +97,8 @@ class Factors(Part):
             between steps: the moments add to them, and `settle` zeroes them. A sum is a triangle,
             or a vector whose square is the factor.
         sender: reduces the statistics over ranks.
-        averages: running averages, in the same form; initially the identity (or zero vectors).
+        averages: running averages, also as triangles or vectors; initially the identity (or zero
+            vectors).
         weights: the numbers of examples in the averages; initially 0.
         started: whether any average contains a batch.
         lacking: whether an average is missing, so that the next batch must be recorded.
@@ -143,7 +144,7 @@ class Factors(Part):
         return name if self.averages.flat.is_cpu else self.averages[name].shape
 
     def _stacks_of(self, names: Sequence[str], weights: Tensor) -> Iterator[Running]:
-        """Yield running averages of the same form, as a stack if contiguous, or one by one."""
+        """Yield running averages of equal shape, as a stack if contiguous, or one by one."""
         total, average = self.statistics.stack(names), self.averages.stack(names)
         count = self.statistics.stack([self._factors[name].counted for name in names])
         if total is None or count is None or average is None:

@@ -1,7 +1,7 @@
 """Factors of the averaged gradient, which their owners compute without hooks or messages.
 
-A, also called R, is the running mean of `X' X`, and G, also called L, is that of `Y Y'`. The
-preconditioner computes X and Y from the averaged gradient `[outputs, inputs]`; see
+A, also called R, is the running mean of `X' X`, and G, also called L, is the running mean of
+`Y Y'`. The preconditioner computes X and Y from the averaged gradient `[outputs, inputs]`; see
 `Preconditioner.squared`. All later stages are the same as in K-FAC.
 """
 

@@ -104,7 +104,7 @@ class Graft:
         """Begin a step.
 
         Raises:
-            ValueError: the graft needs a batch.
+            ValueError: the graft needs a batch, but `set_batch` was not called.
         """
 
     def count(self) -> None:
@@ -211,7 +211,7 @@ class AdamGraft(Graft):
         self._adam.count(self.gradients.broken)
 
     def key(self) -> Hashable:
-        """Return whether divisors are equal, addresses of weights, and what the optimizer steps."""
+        """Return whether divisors are equal, weights' addresses, and which blocks are stepped."""
         own, places = members(self.optimizer), [weight.data_ptr() for weight in self._weights]
         stepped = [slot.block.parameters[0] in own for slot in self.uncovered]
         return self._adam.even, *places, *stepped
