@@ -99,7 +99,7 @@ class KFAC(Trainer):
         clip: a joint bound on the directions of all layers: `KLClip`, `FisherClip`, `NormClip`,
             or None.
         estimator: how factors are estimated.
-        coverage: the layers to cover, and the form of their factors.
+        coverage: the layers to cover, and the structure of their factors.
         budget: the maximum number of operations for statistics and decompositions, averaged over
             steps, as a fraction of the operations of the forward and backward passes; the fraction
             is at least 1 during the first 160 steps. To stay within the budget, intervals are
@@ -116,7 +116,7 @@ class KFAC(Trainer):
         cuda_graph: whether to record the computation of directions as a CUDA graph, and replay it
             with a single call in steps whose settings have not changed. Requires an NVIDIA GPU, but
             has not been tested on one yet.
-        trace: records the time of each stage; a new `Trace` if None.
+        trace: records the time, calls and bytes of every stage; a new `Trace` if None.
 
     Raises:
         ValueError: a choice or a layer is not supported; raised before any communication.

@@ -54,10 +54,10 @@ def self_seconds(events: Sequence[Event]) -> list[float]:
 def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]:
     """Return, by rank and event, how many seconds the rank waited for other ranks to arrive.
 
-    In a collective, a rank waits until the last member of the communicator has arrived. All times
-    must be on the same clock. An event that sends nothing never waits. On background
-    threads, the waiting time is unknown and counts as 0: messages are already in flight when the
-    recording starts, and some ranks are further along than others.
+    In a collective, a rank waits until the last member of the communicator has arrived. An event
+    that sends nothing never waits. All times must be on the same clock. On background threads, the
+    waiting time is unknown and counts as 0: messages are already in flight when the recording
+    starts, and some ranks are further along than others.
     """
     named = [list(_collectives(events, rank, columns)) for rank, events in enumerate(ranks)]
     arrived: dict[tuple[str, ...], float] = {}

@@ -428,14 +428,15 @@ class Trainer:
 
     @property
     def exchange(self) -> OneModel:
-        """The exchanges between ranks, except reductions; with `LSGD`, call its `report_loss`."""
+        """The object for exchanges other than reductions; with `LSGD`, call its `report_loss`."""
         return self.built.exchange
 
     @property
     def combined(self) -> bool:
         """Whether votes are means over all ranks; False only between two exchanges of weights.
 
-        If exchanges make all replicas equal, it also shows whether all ranks have the same model.
+        If exchanges make all replicas equal, the value also shows whether all ranks have the same
+        model.
         """
         return self.built.exchange.heard
 
@@ -595,10 +596,10 @@ class Trainer:
         """Load the rank's part of `state`, saved with any strategy on any number of ranks.
 
         Either all ranks load a state, or none does. The state of a first-order run is accepted, and
-        so is that of a run with another estimator for some or all layers: the next step computes
-        the statistics of those layers, and all bases. The state must contain the same sides and
-        blocks of each layer's factors: a state saved with fisher_type="forward-only" has no G,
-        which other types need.
+        so is the state of a run with another estimator for some or all layers: the next step
+        computes the statistics of those layers, and all bases. The state must contain the same
+        sides and blocks of each layer's factors: a state saved with fisher_type="forward-only" has
+        no G, which other types need.
 
         Collective over: world.
 

@@ -39,8 +39,8 @@ class Gradients:
         trained: the trained parameters.
         sender: reduces the arena over ranks; an extension can replace it.
         reader: copies gradients from the model, and directions to it.
-        broken: the names of blocks whose average contains NaN or infinity, among those that this
-            rank updates; the step does not change them.
+        broken: the names of blocks whose average contains NaN or infinity, among the blocks that
+            this rank updates; the step does not change them.
         shortened: the factor by which `max_norm` scales the gradients of the step, `[]`; 1.0
             without a bound.
         weight: the rank's weight in averages; its mean over ranks is 1.

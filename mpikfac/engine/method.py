@@ -29,7 +29,7 @@ from mpikfac.settings import Numbers, Schedule
 
 
 class Method:
-    """The steps of a method on one rank.
+    """A method on one rank, with a hook for each stage of a step.
 
     Attributes:
         parts: the parts with a state, in the order in which they are reset.

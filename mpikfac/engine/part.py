@@ -1,4 +1,4 @@
-"""Parts of a step that have a state; each lists its items, and everything else follows from them.
+"""Parts of a step that have a state; each lists the items of which its state consists.
 
 The state of a run consists of the items of all ranks. A part's list of items determines what a rank
 saves, which names a complete state has, what a rank needs from a state, and what it adopts when the
@@ -76,7 +76,7 @@ class Part:
         """
         return self.items() if not self.MARK or self.MARK in names else ()
 
-    # -- what follows ----------------------------------------------------------------------------
+    # -- what follows from the items -------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rank's part of the state, by name."""
@@ -149,7 +149,8 @@ class PreconditionerPart(Part):
 
         Args:
             statistics: the rank's sums for factors, and their numbers of examples.
-            of_loss: whether the gradients are those of the loss, which is a mean over the batch.
+            of_loss: whether the gradients are gradients of the loss, which is a mean over the
+                batch.
             weight: the weight of the rank's examples.
         """
         raise NotImplementedError

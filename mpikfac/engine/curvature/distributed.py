@@ -160,7 +160,7 @@ class DistributedPreconditioner(Method):
             self.hooks.detach()
 
     def begin_step(self, scaled: bool = False) -> None:
-        """Begin a step, and discard the change in the loss that the previous step has predicted.
+        """Begin a step, and discard the change in the loss predicted for the previous step.
 
         Raises:
             ValueError: a scaler is used with local steps, or `QuadraticModel` has no batch.
@@ -309,7 +309,7 @@ class DistributedPreconditioner(Method):
     # -- changes of the model, and the state -----------------------------------------------------
 
     def known(self, state: Mapping[str, Any]) -> set[str]:
-        """Return the names of K-FAC's items, except decompositions of other preconditioners."""
+        """Return the names of K-FAC's items in `state`, except items of another preconditioner."""
         prefix = Part.PREFIX
         names = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
         if state.get(prefix + PRECONDITIONER) == self.plan.preconditioners:

@@ -140,7 +140,7 @@ class Factors(Part):
         return Running(name, total, count, self.averages[name], self.weights[name])
 
     def _form(self, name: str) -> Hashable:
-        """Return a key that is equal for averages of the same stack; on a CPU, each has its own."""
+        """Return a key that is equal for averages of one stack; on a CPU, each has its own key."""
         return name if self.averages.flat.is_cpu else self.averages[name].shape
 
     def _stacks_of(self, names: Sequence[str], weights: Tensor) -> Iterator[Running]:
@@ -169,7 +169,7 @@ class Factors(Part):
         self.statistics.flat.zero_()
 
     def ready(self, layer: str) -> None:
-        """Send a layer's complete statistics, if they are overlapped.
+        """Send a layer's complete statistics, if they are sent during the backward pass.
 
         Collective over: none.
         """
@@ -177,7 +177,9 @@ class Factors(Part):
             self.sender.ready(factor.name, factor.counted)
 
     def send_rest(self) -> None:
-        """Send the statistics of layers without a backward pass, if they are overlapped.
+        """Send the statistics of layers that the backward passes have not reached.
+
+        Does nothing unless statistics are sent during backward passes.
 
         Collective over: none.
         """
@@ -357,7 +359,7 @@ class Factors(Part):
             super().load_state_dict(state, names)
 
     def take_over(self, before: Factors) -> set[str]:
-        """Adopt the averages of layers that have the same factors as before.
+        """Adopt the averages of layers whose factors are the same as before the model changed.
 
         Collective over: world.
         """

@@ -79,7 +79,7 @@ class GradientFactors(Factors):
         return self.plan.factors if LEARNED in names else ()
 
     def take_over(self, before: Factors) -> set[str]:
-        """Adopt the averages of layers that have the same factors as before.
+        """Adopt the averages of layers whose factors are the same as before the model changed.
 
         Collective over: world.
         """
@@ -90,7 +90,7 @@ class GradientFactors(Factors):
 
 
 def moment(rows: Tensor, factor: Factor) -> Tensor:
-    """Return `rows rows'` `[..., n, n]` in the form of a factor, for rows `[..., n, m]`."""
+    """Return `rows rows'` `[..., n, n]` in the shape of `factor`, for `rows` `[..., n, m]`."""
     if factor.order == 1:  # a diagonal, possibly of several groups
         return rows.square().sum(-1).reshape(factor.block(2))
     return product(rows, rows.mT)

@@ -36,7 +36,7 @@ from mpikfac.preconditioners import Held, Preconditioner
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal layers that the rank preconditions together; on a CPU, every layer is its own stack.
+    """Layers of one kind and shape, preconditioned together; on a CPU, each is its own stack.
 
     Attributes:
         names: the names of the layers.
@@ -120,8 +120,8 @@ class Graft:
     def write(self, found: Sequence[Tensor]) -> None:
         """Write the rank's directions, with their lengths, to the arena of directions.
 
-        The gradient replaces a direction that is not finite, such as that of a layer without
-        decompositions.
+        The gradient replaces a direction that is not finite, such as the direction of a layer
+        without decompositions.
 
         Args:
             found: the preconditioned gradients, for each stack.

@@ -110,7 +110,8 @@ class Scales(PreconditionerPart):
 
         Args:
             statistics: the rank's sums for factors, and their numbers of examples.
-            of_loss: whether the gradients are those of the loss, which is a mean over the batch.
+            of_loss: whether the gradients are gradients of the loss, which is a mean over the
+                batch.
             weight: the weight of the rank's examples.
         """
         for name in self._recorded:

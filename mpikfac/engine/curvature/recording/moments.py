@@ -36,12 +36,12 @@ class Moments(Part):
     layer.
 
     Attributes:
-        of_loss: whether the gradients are those of the loss; otherwise, they are those of
-            `KFAC.record`.
+        of_loss: whether the gradients are those of the loss; otherwise, `KFAC.record` computes
+            them.
         begin: where the chosen examples start, as a fraction of the distance between them, from 0
             to 1.
         vectors: the number of vectors in the passes of the batch, by layer; 0 for embeddings.
-        chosen: the number of vectors in the statistics, by layer.
+        chosen: the number of vectors that were chosen for the statistics, by layer.
         recorded: the names of layers with unfinished sums.
     """
 
