@@ -31,7 +31,7 @@ class UserError(Exception):
 class RanksDifferError(UserError):
     """Report that values that must be equal on all ranks differ.
 
-    Retrying does not help: the values differ until those of one rank are copied to the others.
+    Retrying does not help: the values differ until one rank's values are copied to the others.
     """
 
 
@@ -98,7 +98,7 @@ def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Itera
 
 
 def _all_arrived(comm: _Ranks) -> bool:
-    """Return whether all ranks arrive within `PATIENCE` seconds."""
+    """Return whether all ranks call this function within `PATIENCE` seconds."""
     barrier = comm.Ibarrier()
     return any(barrier.Test() for _ in looks(PATIENCE))
 

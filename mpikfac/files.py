@@ -129,7 +129,7 @@ def read_text(path: str | Path, limit: int = SMALL, links: bool = False) -> str:
 
 
 def read_json(path: str | Path, limit: int = LIMIT, links: bool = False) -> Any:
-    """Return the content of a JSON file of at most `limit` bytes and `DEEP` levels.
+    """Return the content of a JSON file of at most `limit` bytes and `DEEP` levels of nesting.
 
     Raises:
         Refused: the path is not a regular file, or the file is too large.
@@ -141,11 +141,11 @@ def read_json(path: str | Path, limit: int = LIMIT, links: bool = False) -> Any:
 
 
 def read_form(path: str | Path, form: Any, limit: int = LIMIT) -> Any:
-    """Return the content of a JSON file, which must have the given form; see `has_form`.
+    """Return the content of a JSON file, which must match the schema `form`; see `has_form`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is not JSON of this form; the message names the path.
+        ValueError: the file is not JSON, or does not match the schema; the message names the path.
     """
     try:
         content = read_json(path, limit)
@@ -157,12 +157,13 @@ def read_form(path: str | Path, form: Any, limit: int = LIMIT) -> Any:
 
 
 def has_form(content: Any, form: Any) -> bool:
-    """Return whether the content of a JSON file has the given form.
+    """Return whether the content of a JSON file matches a schema.
 
     Args:
-        form: `str`, `int` or `object`; `float` for any number that is not huge; `[form]` for a
-            list; `{str: form}` for an object with any keys; `{"key": form}` for an object with at
-            least these keys; a tuple of forms, for any of them; None for null.
+        form: the schema: `str`; `int` for an integer or `float` for any number, of at most `HUGE`
+            in absolute value; `object` for any content; `[form]` for a list; `{str: form}` for an
+            object with any keys; `{"key": form}` for an object with at least these keys; a tuple of
+            schemas, for any of them; None for null.
     """
     if isinstance(form, tuple):
         return any(has_form(content, alternative) for alternative in form)
@@ -182,7 +183,7 @@ def has_form(content: Any, form: Any) -> bool:
 
 
 def json_of(text: bytes | str) -> Any:
-    """Parse a JSON text of at most `DEEP` levels.
+    """Parse a JSON text of at most `DEEP` levels of nesting.
 
     Raises:
         ValueError: the text is not JSON, or nested too deeply.
@@ -201,7 +202,7 @@ def json_of(text: bytes | str) -> Any:
 
 
 def write_bytes(path: str | Path, content: bytes | memoryview, *, named: bool = False) -> None:
-    """Replace the content of a file (see `writing`); after a failure, it may be incomplete.
+    """Replace the content of a file (see `writing`); after a failure, the file may be incomplete.
 
     Raises:
         OSError: the file cannot be written.
@@ -260,7 +261,11 @@ def printable_lines(text: str) -> str:
 
 
 def _opened(path: str | Path, flags: int, links: bool, devices: bool = False) -> int:
-    """Return a descriptor; check the path first, because opening a device can have side effects."""
+    """Open a file; first check its type, because opening a device can have side effects.
+
+    Returns:
+        The file descriptor.
+    """
     try:
         _check(path, os.stat(path, follow_symlinks=links).st_mode, devices)
     except FileNotFoundError:

@@ -48,7 +48,7 @@ from mpikfac.trace import Trace
 from mpikfac.trainer import Trainer
 
 SHARDED_OPTIMIZER = "sharded-optimizer"
-"""The default strategy for a sharded model."""
+"""The default strategy for a model that `fully_shard` has sharded."""
 
 log = logging.getLogger("mpikfac")
 
@@ -99,14 +99,15 @@ class KFAC(Trainer):
         clip: a joint bound on the directions of all layers: `KLClip`, `FisherClip`, `NormClip`,
             or None.
         estimator: how factors are estimated.
-        coverage: the layers to cover, and the form of their factors.
+        coverage: the layers to cover, and the structure of their factors.
         budget: the maximum number of operations for statistics and decompositions, averaged over
-            steps, as a fraction of those of the forward and backward passes; the fraction is at
-            least 1 during the first 160 steps. To stay within it, intervals are lengthened after
-            the first batch with statistics, and factors are cut into blocks of at most 128 rows, or
-            half as many rows as the batch has vectors, whichever is more. If it is None, or if you
-            set an interval, intervals and factors stay unchanged; if you set a covering rule, only
-            factors do.
+            steps, as a fraction of the operations of the forward and backward passes; the fraction
+            is at least 1 during the first 160 steps. To stay within the budget, intervals are
+            lengthened after the first batch with statistics, and factors are split into blocks of
+            at most 128 rows, or half as many rows as the batch has vectors, whichever is more. If
+            `budget` is None, or if you set an interval, intervals and factors stay unchanged; if
+            you set `Coverage.rule`, only factors do. Factors are never split with "eva", "ekfac",
+            a preconditioner of the averaged gradient, curvature servers or local steps.
         matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands. "float32": not at all; on a GPU, torch's settings apply. "tf32":
             to 10 bits of mantissa. "bfloat16": to 7 bits. Results are accumulated in float32, and
@@ -116,7 +117,7 @@ class KFAC(Trainer):
         cuda_graph: whether to record the computation of directions as a CUDA graph, and replay it
             with a single call in steps whose settings have not changed. Requires an NVIDIA GPU, but
             has not been tested on one yet.
-        trace: times the stages; a new trace if None.
+        trace: records the time, calls and bytes of every stage; a new `Trace` if None.
 
     Raises:
         ValueError: a choice or a layer is not supported; raised before any communication.
@@ -225,12 +226,18 @@ class KFAC(Trainer):
 
     @property
     def grafting(self) -> Graft:
-        """The graft, which sets the lengths of directions; `set_batch` is for `QuadraticModel`."""
+        """The graft, which sets the lengths of directions.
+
+        Its method `set_batch` is needed only with `QuadraticModel`.
+        """
         return self.preconditioner.directions.graft
 
     @property
     def kl_scale(self) -> Tensor:
-        """The multiplier of the last step's directions, `[1]`, on the model's device."""
+        """The factor by which `clip` scaled the last step's directions; 1 without a clip.
+
+        Its shape is `[1]`, and it is on the model's device.
+        """
         return self.preconditioner.directions.scale
 
     @without_autocast
@@ -246,7 +253,7 @@ class KFAC(Trainer):
 
         Runs one backward pass per sampled label or, with fisher_type="type-2", per output. The
         gradients of parameters do not change. Does nothing if `fisher_type` is "empirical" or
-        "forward-only", and in steps without new factors.
+        "forward-only", and in steps that do not update factors.
 
         Collective over: world with `overlap`, like the backward pass itself; otherwise, none.
 
@@ -257,12 +264,13 @@ class KFAC(Trainer):
                 losses.
             loss: "cross-entropy", "squared-error" or "logistic", averaged over the batch and the
                 other dimensions as torch does: `F.cross_entropy`, `F.mse_loss`,
-                `F.binary_cross_entropy_with_logits`. For several heads, optionally a list.
+                `F.binary_cross_entropy_with_logits`. For several heads, either one loss for all
+                heads, or a list with one loss per head.
 
         Raises:
             ValueError: the loss is unknown; heads have different numbers of rows; outputs are not
                 logits, or have no output dimension; or, with fisher_type="type-2", outputs have
-                positions, or their rows are not the batch's examples.
+                positions, or a number of rows that is not the number of examples.
         """
         heads = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         losses = [loss] * len(heads) if isinstance(loss, str) else list(loss)
@@ -290,9 +298,10 @@ class KFAC(Trainer):
 
         Args:
             scaler: the `torch.amp.GradScaler` that scaled the loss and whose `unscale_` has already
-                unscaled the averaged gradients; this method unscales the statistics. If gradients
-                are not finite, which must then be true on all ranks, they stay unchanged: the
-                scaler's `step` skips the update, and the batch is ignored.
+                unscaled the averaged gradients; this method unscales the statistics. If any
+                gradient is not finite, the gradients are left unchanged: the scaler's `step` skips
+                the update, and the batch is ignored. All ranks must agree on whether the gradients
+                are finite.
 
         Raises:
             ValueError: the set of trained parameters has changed, or the strategy has
@@ -330,7 +339,8 @@ class KFAC(Trainer):
         """Check that the caller can average the gradients and take the step.
 
         Raises:
-            ValueError: the strategy or the grafting does this itself.
+            ValueError: the strategy or the grafting requires a call of `step` instead, or momentum
+                would be applied twice.
         """
         strategy = self.plan.strategy
         if strategy.sync.local_steps:
@@ -358,7 +368,7 @@ class KFAC(Trainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; see `FirstOrderTrainer.load_state_dict`.
 
-        Factors are cut into the same blocks as in the state.
+        Factors are split into the same blocks as in the state.
 
         Collective over: world.
         """
@@ -366,10 +376,12 @@ class KFAC(Trainer):
         super().load_state_dict(state)
 
     def _load_blocks(self, state: Mapping[str, Any]) -> None:
-        """Load the first batch's sizes from the state, and rebuild the parts if the plan changes.
+        """Load the first batch's vector counts from the state, by which factors are split.
+
+        The trainer's parts are rebuilt if the plan changes.
 
         Raises:
-            UserError: a rank cannot read the sizes, or ranks disagree on them.
+            UserError: a rank cannot read the counts, or ranks disagree on them.
         """
         world = self.grid.world
         with together(world, "loading state", untrusted=True):
@@ -390,7 +402,7 @@ class KFAC(Trainer):
         super()._detach_parts()
 
     def close(self) -> None:
-        """Finish messages, remove hooks and free communicators; no further step is possible.
+        """Finish pending messages, remove hooks, free communicators; no further step is possible.
 
         On curvature servers, this makes `run_curvature_server` return.
 

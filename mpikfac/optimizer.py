@@ -93,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """The state of the trainer's optimizer, without that of K-FAC; see `state_dict`."""
+        """The state of the trainer's optimizer, without K-FAC's state; see `state_dict`."""
         return self.trainer.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ class Optimizer(torch.optim.Optimizer):
         self.trainer.optimizer.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take the trainer's step; return the loss if there is a closure.
+        """Take a step of the trainer; if `closure` is given, return the loss that it returns.
 
         A `torch.amp.GradScaler` can call it: `scaler.scale(loss).backward()`,
         `scaler.step(optimizer)`, `scaler.update()`. All ranks skip the step if any rank's gradients
@@ -152,8 +152,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Items are named as in `KFAC.state_dict`: hyperparameters and state of the optimizer,
         factors, decompositions, the number of steps. In addition, `"param_groups"` has the same
-        form as in torch's optimizers, for frameworks that read it. To change a hyperparameter, set
-        it in `optimizer.param_groups` after loading.
+        format as in torch's optimizers, for frameworks that read it. To change a hyperparameter,
+        set it in `optimizer.param_groups` after loading.
 
         With COMM-OPT, the default strategy, each rank's state is complete, so any number of ranks
         can load the state of rank 0. The exceptions are preconditioners whose factors come from the
@@ -175,7 +175,8 @@ class Optimizer(torch.optim.Optimizer):
         Collective over: world.
 
         Raises:
-            UserError: see `KFAC.load_state_dict`; or a hyperparameter was changed in the state.
+            UserError: see `KFAC.load_state_dict`; or a hyperparameter in `"param_groups"` was
+                changed after the state was saved.
         """
         present = self.trainer.state_dict()
         model = {name: value for name, value in present.items() if name.startswith(MODEL)}
@@ -196,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 class _State(dict[str, Any]):
-    """A state that raises UserError for the item "state" of torch's optimizers, which it lacks."""
+    """A state that raises UserError for the item "state", which only torch's optimizers have."""
 
     def __missing__(self, name: str) -> NoReturn:
         if name == "state":
@@ -208,7 +209,7 @@ class _State(dict[str, Any]):
         raise KeyError(name)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return a class that `torch.load(weights_only=True)` accepts, and the items."""
+        """Pickle as an `OrderedDict`, a class that `torch.load(weights_only=True)` accepts."""
         return OrderedDict, (), None, None, iter(self.items())
 
 
@@ -273,7 +274,7 @@ class KFACOptimizer(Optimizer):
         UserError: ranks disagree on the model, the plan, settings or versions.
 
     Attributes:
-        preconditioner: the preconditioner that the class sets; None if it is an argument.
+        preconditioner: the preconditioner that a subclass fixes; None if the user chooses it.
     """
 
     preconditioner: ClassVar[str | None] = None
@@ -381,7 +382,7 @@ def _check_names(name: str, settings: Mapping[str, Any]) -> None:
     """Check that `KFAC` accepts the settings of a `KFACOptimizer`, or of its subclass `name`.
 
     Raises:
-        TypeError: a name is unknown.
+        TypeError: a setting is not an argument of `KFAC`.
     """
     further = inspect.signature(KFAC).parameters.values()
     taken = [argument.name for argument in further if argument.kind is argument.KEYWORD_ONLY]

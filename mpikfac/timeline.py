@@ -1,7 +1,7 @@
 """Combine all ranks' events into waiting times, means per stage and a picture.
 
-All functions are pure functions of the events of `Trace`. docs/extensions/trace.md describes the
-two file formats.
+All functions are pure functions of the events of `Trace`. docs/extensions/trace.md describes
+`stages.json` and the picture's file.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from mpikfac.trace import COMMUNICATION, Event
 
 MEANS = ("seconds", "calls", "bytes", "waiting")
 SENT = ("bytes", "isolated", "in_flight", "exposed")
-Stages = dict[str, dict[str, float]]  # MEANS or SENT by stage
+Stages = dict[str, dict[str, float]]  # the values named in MEANS or SENT, by stage
 Spans = list[tuple[float, float]]  # starts and ends
 
 
 class Recorded(NamedTuple):
-    """Store the records of a rank.
+    """The recorded steps and events of a rank.
 
     Attributes:
         steps: each step's start and end, in seconds on the same clock as the events.
-        events: `Trace.events` of the steps.
+        events: the rank's `Trace.events` during these steps.
     """
 
     steps: dict[int, tuple[float, float]]
@@ -41,7 +41,7 @@ class Recorded(NamedTuple):
 
 
 def self_seconds(events: Sequence[Event]) -> list[float]:
-    """Return the time of every event, excluding inner events, in seconds."""
+    """Return the duration of every event in seconds, excluding the events nested in it."""
     inside: defaultdict[tuple[str, int], float] = defaultdict(float)
     durations = []
     for event in events:  # inner events end before the outer event
@@ -52,11 +52,12 @@ def self_seconds(events: Sequence[Event]) -> list[float]:
 
 
 def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]:
-    """Return, by rank and event, how many seconds the rank waited for the last member to arrive.
+    """Return, by rank and event, how many seconds the rank waited for other ranks to arrive.
 
-    All times must be on the same clock. An event that sends nothing never waits. On background
-    threads, the waiting time is unknown and counts as 0: messages are already in flight when the
-    recording starts, and some ranks are further along than others.
+    In a collective, a rank waits until the last member of the communicator has arrived. An event
+    that sends nothing never waits. All times must be on the same clock. On background threads, the
+    waiting time is unknown and counts as 0: messages are already in flight when the recording
+    starts, and some ranks are further along than others.
     """
     named = [list(_collectives(events, rank, columns)) for rank, events in enumerate(ranks)]
     arrived: dict[tuple[str, ...], float] = {}
@@ -73,10 +74,10 @@ def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]
 
 
 def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[tuple[str, ...]]:
-    """Yield the name of every event's collective, which is the same on all members.
+    """Yield, for every event, a name of its collective that is equal on all participating ranks.
 
-    The n-th collective of a kind is the same on all members, because they issue collectives in the
-    same order.
+    The n-th collective of a kind is the same on all members of a communicator, because they issue
+    collectives in the same order.
     """
     teams = {"": "", "world": "", "column": f"{rank % columns}", "row": f"{rank // columns}"}
     # Ranks do not wait for each other when they exchange messages with servers of either kind. The
@@ -125,9 +126,9 @@ def _rank_means(recorded: Recorded, waited: Sequence[float]) -> dict[str, Any]:
 
 
 def stage_table(means: Mapping[str, Any]) -> list[list[str]]:
-    """Return `stage_means` as rows of cells: means over ranks, and the time of the slowest rank.
+    """Return `stage_means` as table rows: means over ranks, and the time of the slowest rank.
 
-    Waiting is subtracted from the stages, and has its own row.
+    Waiting is subtracted from the times of stages, and has its own row.
     """
     step, ranks = means["seconds"], means["ranks"]
     training = _by_stage([rank["stages"] for rank in ranks])
@@ -179,13 +180,14 @@ def collective_means(
 ) -> dict[str, dict[str, float | None]]:
     """Return each stage's bytes and times for `stages.json`, averaged over steps and ranks.
 
-    The times are those of messages. A message is in flight from its start, or that of its first
-    piece, to the end of its last piece. It is exposed while the training is in a communicating
-    stage, and therefore does not compute; "hidden" is the fraction that is not exposed.
+    All times are those of messages, which can be sent in pieces. A message is in flight from the
+    start of its first piece to the end of its last piece. It is exposed while the training is in a
+    communicating stage, and therefore does not compute; "hidden" is the fraction of the time in
+    flight during which it is not exposed.
 
     Args:
-        isolated: the time that a step's messages take in isolation, by rank and stage; in the
-            result, it is None for a stage without an entry.
+        isolated: the time that a step's messages take in isolation, by rank and stage; for a stage
+            without an entry on any rank, the time in isolation is None in the result.
     """
     rows = [_of_rank(recorded, alone) for recorded, alone in zip(ranks, isolated)]
     stages: dict[str, dict[str, float | None]] = {}
@@ -241,7 +243,7 @@ def _covered(spans: Spans) -> float:
 
 
 def collective_table(means: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
-    """Return `collective_means` as rows of cells, in ms and MB, with a row of totals."""
+    """Return `collective_means` as table rows, in ms and MB, with a row of totals."""
     sums = {key: sum(values[key] or 0.0 for values in means.values()) for key in SENT}
     entries = [*means.items(), ("all", sums | {"hidden": _hidden(sums)})]
     rows = [["collective", "MB sent", "isolated", "in flight", "exposed", "hidden"]]
@@ -260,7 +262,7 @@ def chrome_trace(ranks: Sequence[Recorded], columns: int) -> dict[str, Any]:
 
     A process has rows for the steps, the training, and background threads. Times are in
     microseconds since the first step. If a rank waits in a collective, a slice "waiting" is
-    drawn inside that of the collective.
+    drawn inside the slice of the collective.
     """
     origin = min(start for recorded in ranks for start, _ in recorded.steps.values())
     waits = waiting([recorded.events for recorded in ranks], columns)

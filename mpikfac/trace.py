@@ -100,7 +100,7 @@ class Trace:
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """Return seconds by stage, including inner stages."""
+        """Return the seconds spent in each stage, including the stages nested in it."""
         self._synchronize()
         return self._seconds
 
@@ -173,7 +173,7 @@ class Trace:
         return self._origin
 
     def _finish(self, done: Event | _Running) -> None:
-        """Add a stage that the host has left."""
+        """Record a stage that the host has left."""
         event = done if isinstance(done, Event) else done.event
         with self._lock:
             self.calls[event.name] += 1
@@ -193,7 +193,7 @@ class Trace:
             self._collect()
 
     def _collect(self) -> None:
-        """Read the times of stages that the GPU has finished, so that few events are kept."""
+        """Read the times of stages that the GPU has finished, so that few GPU events are kept."""
         while self._running and self._running[0].end.query():
             event, start, end, origin = self._running.popleft()
             began = origin.seconds + origin.event.elapsed_time(start) / 1e3 if origin else 0.0

@@ -187,8 +187,9 @@ class Trainer:
                 `overlap` or `virtual_ranks`; a gradient was changed after `overlap` had sent it;
                 the model was converted or moved; `max_norm` is negative; the batch was not passed
                 to `QuadraticModel` by `grafting.set_batch(inputs, loss)`; the optimizer or a
-                scheduler sets a momentum in addition to that of the grafting or the compression; or
-                a parameter with a gradient is in the optimizer but not in the model.
+                scheduler sets a momentum in addition to the momentum of the grafting or the
+                compression; or a parameter with a gradient is in the optimizer but not in the
+                model.
             UserError: ranks disagree on the model, learning rates or settings; or the trainer
                 cannot adopt a change in the trained parameters.
             RanksDifferError: ranks disagree on an argument, or on weights, which are compared every
@@ -211,7 +212,7 @@ class Trainer:
         examples: int | None,
         arguments: Mapping[str, object],
     ) -> None:
-        """Take a step; `arguments` are the ones that must be equal on all ranks.
+        """Take a step; `arguments` are the arguments of `step` that must be equal on all ranks.
 
         Collective over: world.
         """
@@ -272,7 +273,7 @@ class Trainer:
         return {"steps": numbers.step, "optimizer": groups, **of_method, **arguments}
 
     def _tensors(self) -> dict[str, object]:
-        """Return checksums of weights that the program has written, and those of `_all_tensors`."""
+        """Return checksums of weights that the program has written, and those in `_all_tensors`."""
         writes, written = self.built.update.writes, {}
         if writes is not None:
             writes.look(self.steps)
@@ -342,7 +343,7 @@ class Trainer:
             self._take_up_cuts()
 
     def _take_up_cuts(self) -> None:
-        """Rebuild the parts if the first batch has shown that factors should be split into blocks.
+        """Rebuild the trainer's parts if the first batch shows that factors should be split.
 
         Collective over: world.
         """
@@ -427,14 +428,15 @@ class Trainer:
 
     @property
     def exchange(self) -> OneModel:
-        """The exchanges between ranks, except reductions; with `LSGD`, call its `report_loss`."""
+        """The object for exchanges other than reductions; with `LSGD`, call its `report_loss`."""
         return self.built.exchange
 
     @property
     def combined(self) -> bool:
         """Whether votes are means over all ranks; False only between two exchanges of weights.
 
-        If exchanges make all replicas equal, it also shows whether all ranks have the same model.
+        If exchanges make all replicas equal, the value also shows whether all ranks have the same
+        model.
         """
         return self.built.exchange.heard
 
@@ -520,7 +522,7 @@ class Trainer:
         )
 
     def _take_up(self, reason: str) -> None:
-        """Rebuild the parts for the changed model; averages of unchanged layers are kept."""
+        """Rebuild the trainer's parts for the changed model; keep averages of unchanged layers."""
         before = self.built
         before.method.prepare_change()
         before.exchange.average_replicas()
@@ -594,10 +596,10 @@ class Trainer:
         """Load the rank's part of `state`, saved with any strategy on any number of ranks.
 
         Either all ranks load a state, or none does. The state of a first-order run is accepted, and
-        so is that of a run with another estimator for some or all layers: the next step computes
-        the statistics of those layers, and all bases. The state must contain the same sides and
-        blocks of each layer's factors: a state saved with fisher_type="forward-only" has no G,
-        which other types need.
+        so is the state of a run with another estimator for some or all layers: the next step
+        computes the statistics of those layers, and all bases. The state must contain the same
+        sides and blocks of each layer's factors: a state saved with fisher_type="forward-only" has
+        no G, which other types need.
 
         Collective over: world.
 
@@ -671,7 +673,7 @@ class FirstOrderTrainer(Trainer):
 
 
 def _split_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> Split:
-    """Return what a plan needs to know about split layers, as described by the first of them.
+    """Return what a plan needs to know about split layers; the first of them describes all.
 
     Raises:
         ValueError: the layers are split for another number of ranks.

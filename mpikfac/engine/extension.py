@@ -1,7 +1,8 @@
-"""Attach the parts that a method adds to a trainer's steps, without branches in the step.
+"""Attach the parts that methods add to a trainer, without branches in the trainer's step.
 
-A method's type creates its part of the trainer, and imports the part's module only when a run uses
-the method, so the step does not depend on the methods in `lab`.
+The setting that selects a method, such as `LSGD`, creates the method's part of the trainer, and
+imports the part's module only when a run uses the method, so the step does not depend on the
+methods in `lab`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from mpikfac.engine.site import Site
 
 
 class OneModel(Part):
-    """Base class for exchanges. Here, all ranks train one model, so reductions are sufficient.
+    """Base class for exchanges between ranks other than reductions; it exchanges nothing itself.
 
-    Subclasses override the hooks of a step: `begin_step`, `before_update` (not called in steps that
-    ranks skip) and `end_step`.
+    With this class, all ranks train one model, so reductions are sufficient. Subclasses override
+    the hooks of a step: `begin_step`, `before_update` (not called in steps that ranks skip) and
+    `end_step`.
 
     Attributes:
         heard: whether the votes are means over all ranks.
@@ -92,7 +94,7 @@ def exchange_of(site: Site, gradients: Gradients) -> OneModel:
 
 
 def attached(site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:
-    """Yield the parts that the chosen methods add; a part can replace the sender of gradients."""
+    """Yield the parts that the chosen methods add; a part can replace the gradients' sender."""
     for module in model.modules():  # the first split layer attaches the parts for all split layers
         attach = getattr(vars(module).get("forward"), "attach", None)
         if attach is not None:

@@ -20,7 +20,8 @@ from mpikfac.plan import Plan, RankPlan, check_count, names, stages
 def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
     """Return the views of the arena that receive means over ranks instead of sums.
 
-    Vectors for a robust rule are not divided, nor are gradients that `fully_shard` has averaged.
+    Vectors for a robust aggregation rule are not divided, nor are gradients that `fully_shard` has
+    averaged.
     """
     if plan.strategy.sync.aggregation.sums and not plan.sharding:
         return [arena.flat]
@@ -38,14 +39,14 @@ class Gradients:
         trained: the trained parameters.
         sender: reduces the arena over ranks; an extension can replace it.
         reader: copies gradients from the model, and directions to it.
-        broken: the names of blocks whose average contains NaN or infinity, among those that this
-            rank updates; the step does not change them.
+        broken: the names of blocks whose average contains NaN or infinity, among the blocks that
+            this rank updates; the step does not change them.
         shortened: the factor by which `max_norm` scales the gradients of the step, `[]`; 1.0
             without a bound.
         weight: the rank's weight in averages; its mean over ranks is 1.
         weight_of_statistics: the weight of the rank's statistics, applied in addition to their
             numbers of examples.
-        counts: the batch counts of normalisation layers, for batches in parts.
+        counts: the batch counts of normalisation layers, for batches accumulated in parts.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class Gradients:
         self.broken: Collection[str] = ()
         self.shortened: Tensor | float = 1.0
         self.weight = self.weight_of_statistics = 1.0
-        # The reader keeps this sender, because extensions never replace a sender that is early or
-        # accepts parts.
+        # The reader keeps this sender, because extensions never replace a sender that sends in the
+        # backward pass or accepts a batch in parts.
         messages = {None: stages.reduce_gradients(site.plan)}
         means = divided_by_ranks(self.arena, site.plan)
         self.sender = site.sender(names.REDUCE_GRADIENTS, self.arena, messages, 0, means)
@@ -88,7 +89,7 @@ class Gradients:
     # -- local gradients -------------------------------------------------------------------------
 
     def look(self, values: object) -> bool:
-        """Vote on whether the model has changed, and on `values`, which must be equal on all ranks.
+        """Vote on whether the rank's model has changed, and whether `values` agree on all ranks.
 
         New parameters are not updated in this step.
 
@@ -96,7 +97,7 @@ class Gradients:
             Whether the trained parameters of the rank's model have changed.
 
         Raises:
-            ValueError: a parameter was converted or moved.
+            ValueError: a parameter was converted to another dtype or moved to another device.
         """
         self.reader.begin_step()
         changed = self.trained.changed()
@@ -107,13 +108,13 @@ class Gradients:
         return changed
 
     def look_at_parts(self, values: object) -> None:
-        """Update the votes of all accumulated parts with values that only the step knows."""
+        """Update the votes of all accumulated parts with `values`, which only the step knows."""
         self.votes.mark(values, self.trained.changed())
         votes = self.sender.accumulated[..., self.arena.span(self.votes.name)]
         self.votes.counted(votes).copy_(self.votes.counted(self.votes.tensor))
 
     def unknown(self, stepped: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters that have gradients but belong to no block."""
+        """Return the parameters in `stepped` that have gradients but belong to no block."""
         return [p for p in stepped if p.grad is not None and p not in self.trained]
 
     def read(self) -> None:
@@ -134,9 +135,10 @@ class Gradients:
         self._take_back()
 
     def weigh(self, examples: int, seen: int) -> None:
-        """Weight the rank's contributions by the number of examples in its mean loss.
+        """Weight the rank's contributions to averages by its number of examples.
 
         Args:
+            examples: the number of examples over which the rank's loss is a mean.
             seen: the number of examples in the rank's statistics. From now on, the statistics are
                 weighted like the gradients, and scaled so that the total number of examples over
                 all ranks does not change.
@@ -163,7 +165,7 @@ class Gradients:
         self.weight_of_statistics = examples * all_seen / (seen * total) if seen else 1.0
 
     def _counted_examples(self, examples: int, seen: int) -> tuple[float, float]:
-        """Return the sums of both counts over ranks.
+        """Return the sums of `examples` and `seen` over ranks.
 
         Collective over: world.
 
@@ -185,12 +187,15 @@ class Gradients:
     # -- averages --------------------------------------------------------------------------------
 
     def average(self) -> None:
-        """Average the arena over ranks, either on all ranks or each block only on its updater.
+        """Average the arena over ranks.
+
+        Afterwards, all ranks have the averages of all blocks, or only the rank that updates a block
+        has its average.
 
         Collective over: world, or the ranks that update the same replica of the model, or none.
 
         Raises:
-            ValueError: parts of the batch are missing.
+            ValueError: not all parts of the batch have been accumulated.
         """
         self.sender.add_up()
         self.reader.complete()
@@ -254,7 +259,7 @@ class Gradients:
         self.counts.keep()
 
     def abort_batch(self) -> None:
-        """Drop what was read and sent; reset the running statistics to those after the last step.
+        """Drop the gradients read or sent; reset running statistics to those after the last step.
 
         Collective over: world with `overlap`, otherwise none.
         """
@@ -289,8 +294,8 @@ def check_weighable(examples: int, plan: Plan) -> None:
     """Check that ranks can weight gradients before the reduction.
 
     Raises:
-        ValueError: `examples` is not a number of examples; or the trainer does not average the
-            gradients, or sends them before the weight is known.
+        ValueError: `examples` is not a valid count; or the trainer does not average the gradients,
+            or sends them before the weight is known.
     """
     check_count("examples", examples, 0)
     transport, sync = plan.strategy.transport, plan.strategy.sync

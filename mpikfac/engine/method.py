@@ -29,12 +29,12 @@ from mpikfac.settings import Numbers, Schedule
 
 
 class Method:
-    """The steps of a method on one rank.
+    """A method on one rank, with a hook for each stage of a step.
 
     Attributes:
         parts: the parts with a state, in the order in which they are reset.
-        is_consistent: whether the rank's state is the state after the last step, with nothing from
-            a later one.
+        is_consistent: whether the rank's state is the state after the last step, without anything
+            from a later step.
         outgrown: whether the batches so far require a new plan for the model.
     """
 
@@ -73,11 +73,11 @@ class Method:
         """
 
     def unscale(self, scaler: Scaler) -> bool:
-        """Remove the loss scale from everything recorded; return whether all of it is finite."""
+        """Remove the loss scale from the recorded statistics; return whether all are finite."""
         return True
 
     def learn(self, numbers: Numbers) -> None:
-        """Learn from the batch, before gradients are averaged.
+        """Learn from the batch, as by updating factors, before gradients are averaged.
 
         Collective over: world.
         """
@@ -108,7 +108,7 @@ class Method:
         """
 
     def take_over(self, before: Any) -> None:
-        """Copy everything that still applies from the previous method.
+        """Copy everything that still applies from `before`, the method before the model changed.
 
         Collective over: world.
         """
@@ -120,7 +120,7 @@ class CoveredModel:
 
     Attributes:
         uncovered: the uncovered tensors and the votes.
-        dtype: the dtype for computations.
+        dtype: the dtype of statistics, gradients and directions.
         split: the split layers.
         sharding: the parameters of which the rank holds a shard.
     """
@@ -180,11 +180,11 @@ class MethodFactory:
         team: SplitComm,
         plan: Plan,
     ) -> Method:
-        """Return the method."""
+        """Return the method for the model's current layers."""
         return Method(gradients)
 
     def exchange(self, site: Site, gradients: Gradients) -> OneModel:
-        """Return the object for exchanges other than reductions."""
+        """Return the object for exchanges between ranks other than reductions."""
         return exchange_of(site, gradients)
 
     def update(self, gradients: Gradients, exchange: OneModel) -> Everyone:

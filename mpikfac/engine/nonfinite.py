@@ -47,11 +47,13 @@ class Nonfinite:
         instead: str,
         tried: Collection[str] | None = None,
     ) -> None:
-        """Record that `names` were not finite in this step, but all others in `tried` were.
+        """Record that, of the values computed in this step, only `names` were not finite.
 
         Args:
+            kind: the kind of the values, as in `counts`.
             instead: what happens instead of using the values, as text for the log.
-            tried: the names of this kind that were computed in this step; None for all.
+            tried: the names of the values of this kind that were computed in this step; None for
+                all.
 
         Raises:
             UserError: a value was not finite more than `TOLERATED` times in a row.
@@ -121,7 +123,7 @@ class Cautions:
             )
 
     def large_factors(self, layers: Sequence[str], damping: float, step: int) -> None:
-        """Warn about the first layer whose factors have rounding errors above the damping."""
+        """Warn about the first of `layers`, whose factors are rounded too much for the damping."""
         if layers:
             self._once(
                 "large factors",

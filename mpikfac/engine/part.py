@@ -1,4 +1,4 @@
-"""Parts of a step that have a state; each lists its items, and everything else follows from them.
+"""Parts of a step that have a state; each lists the items of which its state consists.
 
 The state of a run consists of the items of all ranks. A part's list of items determines what a rank
 saves, which names a complete state has, what a rank needs from a state, and what it adopts when the
@@ -76,7 +76,7 @@ class Part:
         """
         return self.items() if not self.MARK or self.MARK in names else ()
 
-    # -- what follows ----------------------------------------------------------------------------
+    # -- what follows from the items -------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rank's part of the state, by name."""
@@ -92,7 +92,7 @@ class Part:
         return {item.name for item in self.items()}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items to load from a state that contains `names`, in their expected form."""
+        """Return the items to load from a state with `names`, with expected types and shapes."""
         return _saved(self.in_state(names))
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
@@ -106,7 +106,7 @@ class Part:
             tensor.copy_(state[name])
 
     def take_over(self, before: Any) -> set[str]:
-        """Copy from the previous part the tensors whose name and shape are unchanged.
+        """Copy the tensors of unchanged name and shape from `before`, which this part replaces.
 
         Returns:
             The names of the items that were copied on this rank.
@@ -117,7 +117,7 @@ class Part:
 
 
 class PreconditionerPart(Part):
-    """A part that records more about a batch than its factors, for a preconditioner.
+    """A part that records more about a batch than factors contain, for a preconditioner.
 
     `Preconditioner.attach` creates it from the `Bases`.
     """
@@ -128,7 +128,7 @@ class PreconditionerPart(Part):
         Collective over: none.
 
         Args:
-            x: the inputs, in the same form as for the sums of factors.
+            x: the inputs, after `Layer.prepared`, as for the sums of factors.
             g: the gradients with respect to the layer's outputs.
             weight: the weight of the call in the sums.
         """
@@ -143,26 +143,28 @@ class PreconditionerPart(Part):
         raise NotImplementedError
 
     def reduce(self, statistics: Mapping[str, Tensor], of_loss: bool, weight: float) -> None:
-        """Reduce a batch's sums over ranks, before those of the factors.
+        """Reduce a batch's sums over ranks, before the sums of the factors are reduced.
 
         Collective over: world.
 
         Args:
             statistics: the rank's sums for factors, and their numbers of examples.
-            of_loss: whether the gradients are those of the loss, which is a mean over the batch.
+            of_loss: whether the gradients are gradients of the loss, which is a mean over the
+                batch.
             weight: the weight of the rank's examples.
         """
         raise NotImplementedError
 
     def merge(self, decay: float, step: int) -> None:
-        """Merge a batch's reduced sums into the averages, after those of the factors."""
+        """Merge a batch's reduced sums into the averages, after the sums of the factors."""
         raise NotImplementedError
 
     def restart(self, weights: Mapping[str, Tensor], turn: int | None) -> None:
-        """Restart the averages of layers with new bases: all layers, or those of slot `turn`.
+        """Restart the averages of layers with new bases.
 
         Args:
-            weights: the weights of the factors' averages.
+            weights: the weights of the factors' averages, by factor.
+            turn: the slot of the refresh whose layers have new bases; None for all layers.
         """
         raise NotImplementedError
 

@@ -111,7 +111,7 @@ class EarlyReader(Reader):
         finalize(self, remove, self._hooks)
 
     def read(self) -> None:
-        """Send the blocks that have not been sent, and check that the others have not changed."""
+        """Send the blocks not sent yet, and check that gradients already sent have not changed."""
         for slot in self.slots:
             if self.sender.is_ready(slot.block.name):
                 self._check_unchanged(slot)

@@ -68,7 +68,7 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
 
 
 def _spoil(gradients: Gradients, accumulated: Tensor) -> None:
-    """Make all values NaN before they are sent; of the votes, change only SKIP."""
+    """Before values are sent, replace them with NaN; of the votes, replace only `SKIP`."""
     for block in gradients.blocks:
         values = accumulated[..., gradients.arena.span(block.name)]
         (values[..., SKIP] if isinstance(block, Votes) else values).fill_(torch.nan)

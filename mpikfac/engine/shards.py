@@ -32,7 +32,7 @@ class Held(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """A parameter whose direction the rank computes; `part` is its place in the arena."""
+    """A parameter whose direction the rank computes; `part` is its gradient in the arena."""
 
     planned: ShardedParameter
     block: Block

@@ -52,7 +52,8 @@ class Site:
         Collective over: world, if reductions are overlapped.
 
         Args:
-            urgency: orders overlapped messages; the lowest is sent first.
+            urgency: determines the order of overlapped messages; those with the lowest urgency are
+                sent first.
             divided: the views of the arena that receive means over ranks instead of sums.
         """
         arguments = self.grid, arena, messages, divided

@@ -29,7 +29,7 @@ class Everyone:
         self.site, self.plan = gradients.site, gradients.plan
 
     def bound(self, max_norm: float) -> None:
-        """Scale the averaged gradients if their total norm is above `max_norm`.
+        """Scale the averaged gradients down if their total norm is above `max_norm`.
 
         Collective over: world if the optimizer is sharded, otherwise none.
         """
@@ -64,8 +64,8 @@ class Everyone:
     def abort_batch(self) -> None:
         """Drop the reduced batch on all ranks, except for its votes.
 
-        Compression errors and the state of a robust rule are discarded, because they can include
-        the batch.
+        Compression errors and the state of a robust aggregation rule are discarded, because they
+        can include the batch.
 
         Collective over: world.
         """
@@ -77,11 +77,11 @@ class Everyone:
         gradients.take_votes()
 
     def _publish_votes(self) -> None:
-        """Send the votes to ranks that lack their sum; in the base class, all ranks have it."""
+        """Send the reduced votes to ranks that lack them; in the base class, no rank lacks them."""
 
 
 class ByOwners(Everyone):
-    """Base class for updates in which only a block's updater has its averaged gradient."""
+    """Base class for updates in which only the rank that updates a block has its mean gradient."""
 
     def _square(self) -> Tensor:
         square = super()._square()

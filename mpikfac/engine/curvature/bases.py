@@ -33,7 +33,7 @@ class Bases(Part):
         preconditioners: the layers' preconditioners by name, with the run's preconditioner first.
         arena: the blocks of decompositions, with one segment for each worker in the column.
         scales: estimates of the products of eigenvalues `[outputs, inputs]`, by layer; only the
-            preconditioner's own part writes them.
+            part `Scales` writes them.
         stacks: the layers that this rank preconditions, with their decompositions; on a GPU,
             layers of the same kind and shape form one stack.
         ready: whether the rank has decompositions.
@@ -144,7 +144,7 @@ class Bases(Part):
         self.turn = turn
         self._due = step + (self.plan.strategy.refresh.staleness if self.ready else 0)
         layers = (layer.name for layer in self.plan.layers if turn in (None, layer.turn))
-        # With a tolerance, a factor that keeps its decomposition has no pending one.
+        # With a tolerance, a factor that keeps its decomposition has no pending decomposition.
         self._due_layers = set() if self.plan.strategy.refresh.tolerance else set(layers)
         decompositions = [d for d in self._decompositions if turn in (None, d.factor.turn)]
         forms = {d.factor.name: d.factor.preconditioner for d in decompositions}
@@ -252,7 +252,7 @@ class Bases(Part):
         return {PRECONDITIONER: self.plan.preconditioners} if self.ready else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for pending decompositions, and return them and the arena, by name."""
+        """Wait for pending decompositions; return them and the decompositions in use, by name."""
         state = super().state_dict()
         if self._pending is not None:
             finished = self._pending()
@@ -273,7 +273,7 @@ class Bases(Part):
         return complete
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items to load from a state that contains `names`, in their expected form."""
+        """Return the items to load from a state with `names`, with expected types and shapes."""
         if PRECONDITIONER not in names:
             return {}
         needed = super().needed(names)

@@ -33,7 +33,7 @@ class Decomposition:
     """A factor to decompose on this rank.
 
     Attributes:
-        blocks: the decomposition in use, by kind, as views of the arena.
+        blocks: the blocks of the decomposition in use, by kind, as views of the arena.
         side: all factors of the same side of the layer, A or G.
         opposite: all factors of the opposite side.
     """
@@ -94,7 +94,7 @@ class AtOnce:
         self._tolerance = site.plan.strategy.refresh.tolerance
 
     def start(self, request: FactorRequest) -> Ready:
-        """Start decomposing the factors, and return a function that waits for the blocks.
+        """Start decomposing the factors, and return a function that waits for the decompositions.
 
         Collective over: none.
         """
@@ -133,7 +133,7 @@ class AtOnce:
     def _renewed(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype]
     ) -> tuple[Blocks, set[str]]:
-        """Return updated blocks, and the names of factors that do not need a new decomposition."""
+        """Return blocks updated from old ones, and the names of factors for which they suffice."""
         if request.first or not self._tolerance:
             return {}, set()
         blocks: Blocks = {}
@@ -153,7 +153,9 @@ class AtOnce:
     def _in_stacks(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]
     ) -> tuple[Blocks, set[str]]:
-        """Decompose the requested factors on a GPU, with one call per order.
+        """Decompose the requested factors, except those in `fitting`, with one call per stack.
+
+        On a CPU, nothing is decomposed here.
 
         Returns:
             The blocks, and the names of the factors that are finite and have only finite blocks.
@@ -186,7 +188,7 @@ class InBackground(AtOnce):
         self._thread = Background(site.device)
 
     def start(self, request: FactorRequest) -> Ready:
-        """Start decomposing copies of the factors; return a function that waits for the blocks."""
+        """Start decomposing copies of the factors; return a function that waits for the result."""
         if request.first:
             return super().start(request)
         copies = {name: factor.clone() for name, factor in request.packed.items()}

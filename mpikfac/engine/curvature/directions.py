@@ -32,7 +32,7 @@ class Directions(Part):
         arena: directions by layer.
         slots: the layers with directions in the arena.
         graft: sets the lengths of directions.
-        scale: the multiplier of the last step's directions, `[1]`.
+        scale: the factor by which the clip scaled the last step's directions, `[1]`.
         expected: the change in the loss that the quadratic model predicts, `[1]`, for the layers
             whose directions this rank has.
     """
@@ -157,18 +157,18 @@ class Directions(Part):
     # -- state -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Discard the averages and momenta on which lengths depend, and the prediction."""
+        """Discard the graft's averages and momenta, and the predicted change in the loss."""
         self.expected.zero_()
         for item in self.items():
             if item.tensor is not None:
                 item.tensor.zero_()
 
     def items(self) -> Iterable[Item]:
-        """Return the averages and momenta on which lengths depend."""
+        """Return the graft's averages and momenta, on which the lengths of directions depend."""
         return self.graft.items()
 
     def marks(self) -> dict[str, Any]:
-        """Return the damping if it is adapted, and the first batch's sizes for the budget."""
+        """Return the damping if it is adapted, and the first batch's vector counts, if known."""
         adapted, seen = self.settings.damping.adapted, self.settings.budget.text()
         return ({DAMPING: adapted.damping} if adapted else {}) | ({SEEN: seen} if seen else {})
 
@@ -178,7 +178,7 @@ class Directions(Part):
         return [item for item in self.items() if item.name.partition("/")[0] in kinds]
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items to load from a state that contains `names`, in their expected form."""
+        """Return the items to load from a state with `names`, with expected types and shapes."""
         marks = {name: value for name, value in self.marks().items() if name in names}
         return super().needed(names) | marks
 

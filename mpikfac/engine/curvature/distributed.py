@@ -71,7 +71,7 @@ class DistributedPreconditioner(Method):
     Attributes:
         factors: averages of factors over ranks and over time.
         hooks: decide which passes belong to the batch.
-        moments: the contributions of these passes to the batch's statistics.
+        moments: the contributions of the batch's passes to its statistics.
         bases: the decompositions that the rank computes or holds.
         directions: preconditioned gradients.
         of_preconditioner: parts that belong to a preconditioner, such as EKFAC's scales.
@@ -160,10 +160,10 @@ class DistributedPreconditioner(Method):
             self.hooks.detach()
 
     def begin_step(self, scaled: bool = False) -> None:
-        """Begin a step, and discard the previous step's prediction.
+        """Begin a step, and discard the change in the loss predicted for the previous step.
 
         Raises:
-            ValueError: a scaler is used with replicas, or `QuadraticModel` has no batch.
+            ValueError: a scaler is used with local steps, or `QuadraticModel` has no batch.
         """
         if scaled and self.plan.strategy.sync.local_steps:
             raise ValueError(
@@ -174,7 +174,7 @@ class DistributedPreconditioner(Method):
         self.directions.expected.zero_()
 
     def accumulate(self) -> None:
-        """Store the passes since the last call as a part of the local batch."""
+        """Store the statistics of the passes since the last call, as a part of the local batch."""
         if self.hooks.recording:
             self._finish_statistics()
             self.factors.accumulate()
@@ -309,7 +309,7 @@ class DistributedPreconditioner(Method):
     # -- changes of the model, and the state -----------------------------------------------------
 
     def known(self, state: Mapping[str, Any]) -> set[str]:
-        """Return the names of K-FAC's items, except decompositions of other preconditioners."""
+        """Return the names of K-FAC's items in `state`, except items of another preconditioner."""
         prefix = Part.PREFIX
         names = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
         if state.get(prefix + PRECONDITIONER) == self.plan.preconditioners:
@@ -350,7 +350,8 @@ class PreconditionerFactory(MethodFactory):
     """The choices of K-FAC: settings, estimator, preconditioners and coverage.
 
     Args:
-        preconditioners: the run's preconditioner, and those that rules select.
+        preconditioners: the run's preconditioner, followed by all others that rules can select for
+            layers, by name.
     """
 
     def __init__(

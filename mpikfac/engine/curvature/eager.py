@@ -14,14 +14,14 @@ class Eagerly:
     """Make all compiled models of the process run eagerly until `remove` is called.
 
     A compiled model does not notice new hooks. The stance of torch's compiler is global to the
-    process, so all holders share it. A stance that the program sets in the meantime is kept.
+    process, so all instances share it. A stance that the program sets in the meantime is kept.
     """
 
     def __init__(self) -> None:
         torch.compiler.disable(self._hold)()  # compiled code must not change the stance
 
     def remove(self) -> None:
-        """Make compiled models run normally again, once the last holder is removed."""
+        """Make compiled models run normally again, once the last instance is removed."""
         torch.compiler.disable(self._release)()
 
     def _hold(self) -> None:

@@ -97,7 +97,8 @@ class Factors(Part):
             between steps: the moments add to them, and `settle` zeroes them. A sum is a triangle,
             or a vector whose square is the factor.
         sender: reduces the statistics over ranks.
-        averages: running averages, in the same form; initially the identity (or zero vectors).
+        averages: running averages, also as triangles or vectors; initially the identity (or zero
+            vectors).
         weights: the numbers of examples in the averages; initially 0.
         started: whether any average contains a batch.
         lacking: whether an average is missing, so that the next batch must be recorded.
@@ -139,11 +140,11 @@ class Factors(Part):
         return Running(name, total, count, self.averages[name], self.weights[name])
 
     def _form(self, name: str) -> Hashable:
-        """Return a key that is equal for averages of the same stack; on a CPU, each has its own."""
+        """Return a key that is equal for averages of one stack; on a CPU, each has its own key."""
         return name if self.averages.flat.is_cpu else self.averages[name].shape
 
     def _stacks_of(self, names: Sequence[str], weights: Tensor) -> Iterator[Running]:
-        """Yield running averages of the same form, as a stack if contiguous, or one by one."""
+        """Yield running averages of equal shape, as a stack if contiguous, or one by one."""
         total, average = self.statistics.stack(names), self.averages.stack(names)
         count = self.statistics.stack([self._factors[name].counted for name in names])
         if total is None or count is None or average is None:
@@ -168,7 +169,7 @@ class Factors(Part):
         self.statistics.flat.zero_()
 
     def ready(self, layer: str) -> None:
-        """Send a layer's complete statistics, if they are overlapped.
+        """Send a layer's complete statistics, if they are sent during the backward pass.
 
         Collective over: none.
         """
@@ -176,7 +177,9 @@ class Factors(Part):
             self.sender.ready(factor.name, factor.counted)
 
     def send_rest(self) -> None:
-        """Send the statistics of layers without a backward pass, if they are overlapped.
+        """Send the statistics of layers that the backward passes have not reached.
+
+        Does nothing unless statistics are sent during backward passes.
 
         Collective over: none.
         """
@@ -356,7 +359,7 @@ class Factors(Part):
             super().load_state_dict(state, names)
 
     def take_over(self, before: Factors) -> set[str]:
-        """Adopt the averages of layers that have the same factors as before.
+        """Adopt the averages of layers whose factors are the same as before the model changed.
 
         Collective over: world.
         """

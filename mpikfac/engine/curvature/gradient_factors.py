@@ -1,7 +1,7 @@
 """Factors of the averaged gradient, which their owners compute without hooks or messages.
 
-A, also called R, is the running mean of `X' X`, and G, also called L, is that of `Y Y'`. The
-preconditioner computes X and Y from the averaged gradient `[outputs, inputs]`; see
+A, also called R, is the running mean of `X' X`, and G, also called L, is the running mean of
+`Y Y'`. The preconditioner computes X and Y from the averaged gradient `[outputs, inputs]`; see
 `Preconditioner.squared`. All later stages are the same as in K-FAC.
 """
 
@@ -79,7 +79,7 @@ class GradientFactors(Factors):
         return self.plan.factors if LEARNED in names else ()
 
     def take_over(self, before: Factors) -> set[str]:
-        """Adopt the averages of layers that have the same factors as before.
+        """Adopt the averages of layers whose factors are the same as before the model changed.
 
         Collective over: world.
         """
@@ -90,7 +90,7 @@ class GradientFactors(Factors):
 
 
 def moment(rows: Tensor, factor: Factor) -> Tensor:
-    """Return `rows rows'` `[..., n, n]` in the form of a factor, for rows `[..., n, m]`."""
+    """Return `rows rows'` `[..., n, n]` in the shape of `factor`, for `rows` `[..., n, m]`."""
     if factor.order == 1:  # a diagonal, possibly of several groups
         return rows.square().sum(-1).reshape(factor.block(2))
     return product(rows, rows.mT)

@@ -36,7 +36,7 @@ from mpikfac.preconditioners import Held, Preconditioner
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal layers that the rank preconditions together; on a CPU, every layer is its own stack.
+    """Layers of one kind and shape, preconditioned together; on a CPU, each is its own stack.
 
     Attributes:
         names: the names of the layers.
@@ -104,7 +104,7 @@ class Graft:
         """Begin a step.
 
         Raises:
-            ValueError: the graft needs a batch.
+            ValueError: the graft needs a batch, but `set_batch` was not called.
         """
 
     def count(self) -> None:
@@ -120,8 +120,8 @@ class Graft:
     def write(self, found: Sequence[Tensor]) -> None:
         """Write the rank's directions, with their lengths, to the arena of directions.
 
-        The gradient replaces a direction that is not finite, such as that of a layer without
-        decompositions.
+        The gradient replaces a direction that is not finite, such as the direction of a layer
+        without decompositions.
 
         Args:
             found: the preconditioned gradients, for each stack.
@@ -211,7 +211,7 @@ class AdamGraft(Graft):
         self._adam.count(self.gradients.broken)
 
     def key(self) -> Hashable:
-        """Return whether divisors are equal, addresses of weights, and what the optimizer steps."""
+        """Return whether divisors are equal, weights' addresses, and which blocks are stepped."""
         own, places = members(self.optimizer), [weight.data_ptr() for weight in self._weights]
         stepped = [slot.block.parameters[0] in own for slot in self.uncovered]
         return self._adam.even, *places, *stepped

@@ -62,10 +62,10 @@ def damping_added(
     flags: Flags,
     warn: Warn,
 ) -> dict[str, Tensor]:
-    """Return the damping that is part of factors' decompositions, `[]` or `[groups]`, by name.
+    """Return the damping to add to each factor before its decomposition, by the factor's name.
 
-    `warn` is called with the layers of factors for which `eps` times the trace is large relative
-    to the damping.
+    It is `[]`, or `[groups]` if the layer has groups. `warn` is called with the layers of factors
+    for which `eps` times the trace is large relative to the damping.
     """
     sides = [s for d in decompositions for s in ((d.factor,), d.side, d.opposite) if s]
     means = mean_eigenvalues(sides, packed, dtype)

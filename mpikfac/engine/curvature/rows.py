@@ -53,7 +53,7 @@ class RowsGraft(OrthogonalGraft):
         return polar / averages.sqrt().add_(EPSILON)[..., None]
 
     def items(self) -> Iterator[Item]:
-        """Return the items for Adam's lengths, and the averages over rows."""
+        """Return the items of `OrthogonalGraft`, and the averages of the rows' mean squares."""
         yield from super().items()
         for layer in self.gradients.layers:
             if layer.shape.maps_vectors:

@@ -1,8 +1,8 @@
 """EKFAC's eigenvalues: second moments of gradients in the eigenbases [George et al. 2018].
 
-An example's gradient of a layer is `sum(g a^T)` over positions. If it is rotated by the
-eigenvectors of G and A, the mean squares of its elements over examples are the scales. They are the
-diagonal of the gradient's second moment in the eigenbasis, and therefore its best diagonal
+An example's gradient of a layer is `sum(g a^T)` over positions. If it is rotated into
+the eigenbases of G and A, the mean squares of its elements over examples are the scales. They are
+the diagonal of the gradient's second moment in the eigenbasis, and therefore its best diagonal
 approximation. The products of the eigenvalues of G and A only estimate them, as if `a` and `g` were
 independent.
 """
@@ -28,7 +28,7 @@ CHUNK = 2**20  # how many elements of vectors and gradients to square at once
 
 
 class Scales(PreconditionerPart):
-    """The scales of those layers whose preconditioner estimates them.
+    """The scales (estimated eigenvalues) of the layers whose preconditioners use them.
 
     Whenever a layer gets new bases, its scales start as products of eigenvalues, with the weight
     of the factors' averages. Batches are merged into scales in the same way as into the factors'
@@ -69,7 +69,7 @@ class Scales(PreconditionerPart):
         self.sums.flat.zero_()
 
     def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
-        """Add the squared per-example gradients of a call, times `weight`.
+        """Add a call's squared per-example gradients in the eigenbases, times `weight`.
 
         Several calls in a pass are treated as if their gradients were independent.
 
@@ -110,7 +110,8 @@ class Scales(PreconditionerPart):
 
         Args:
             statistics: the rank's sums for factors, and their numbers of examples.
-            of_loss: whether the gradients are those of the loss, which is a mean over the batch.
+            of_loss: whether the gradients are gradients of the loss, which is a mean over the
+                batch.
             weight: the weight of the rank's examples.
         """
         for name in self._recorded:
@@ -129,10 +130,11 @@ class Scales(PreconditionerPart):
         self.bases.rescaled()
 
     def restart(self, weights: Mapping[str, Tensor], turn: int | None) -> None:
-        """Restart the scales of layers with new bases: all layers, or those of slot `turn`.
+        """Restart the scales of layers with new bases.
 
         Args:
-            weights: the weights of the factors' averages.
+            weights: the weights of the factors' averages, by factor.
+            turn: the slot of the refresh whose layers have new bases; None for all layers.
         """
         names, self._awaited = self._awaited, None
         if names is None:

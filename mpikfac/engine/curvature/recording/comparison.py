@@ -20,7 +20,7 @@ from mpikfac.numerics import is_sharded, without_autocast
 
 COMPARED = SIDE_BY_SIDE | {EmbeddingLayer}  # derived classes may compute something else
 PASSES = 3  # the number of passes to compare
-PROBES = 4
+PROBES = 4  # the number of random projections of each gradient
 LARGE = 0.2  # the allowed difference, relative to the gradient
 ROUNDING = 16.0  # the allowed rounding error, in units of the last place
 
@@ -34,7 +34,12 @@ class Comparison:
     """The projections of gradients in the current pass."""
 
     def __init__(self, layers: Iterable[Layer], on: bool) -> None:
-        """Compare the layers whose types are in `COMPARED`, if `on`."""
+        """Select the layers to compare.
+
+        Args:
+            layers: the recorded layers; only those whose types are in `COMPARED` are compared.
+            on: whether to compare weight gradients with recorded calls in the first passes.
+        """
         compared = (x for x in layers if type(x) in COMPARED and not x.bias_alone)
         # The gradient of a sharded weight is already the mean over ranks.
         self._layers = {_key(x): x for x in compared if not is_sharded(x.parameters[0])}

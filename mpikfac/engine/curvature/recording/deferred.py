@@ -28,7 +28,7 @@ to the sums immediately."""
 
 @dataclass(frozen=True)
 class Waiting:
-    """One side of a call, waiting to be added; its tensors are the program's own, not copies.
+    """Side A or G of a call, waiting to be added; its tensors are the program's own, not copies.
 
     Attributes:
         tensors: the tensors from which the moment is computed: inputs or gradients, or both for
@@ -121,7 +121,7 @@ class DeferredMoments(Moments):
                 self._add_stack(stacks.popitem()[1])
 
     def _add_stack(self, stack: Sequence[Waiting]) -> None:
-        """Add the moments of recorded calls, all of the same form, to the sums of their layers."""
+        """Add the moments of recorded calls with equal `form` to the sums of their layers."""
         side, tensors, weight = stack[0].side, stack[0].tensors, stack[0].weight
         if len(stack) == 1:
             super()._take([side], tensors[0], tensors[-1], weight, weight)

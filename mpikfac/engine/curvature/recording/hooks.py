@@ -104,7 +104,7 @@ class RecordingHooks(Part):
         self._retained.clear()
 
     def check_ended(self) -> None:
-        """Warn if a step is about to use statistics from a backward pass that did not end."""
+        """Warn if a step is about to use statistics from a backward pass that did not finish."""
         self._retained.clear()
         if self._running is not None or self._interrupted or self._moments.awaits_pass:
             log.warning(
@@ -125,7 +125,7 @@ class RecordingHooks(Part):
 
     @contextmanager
     def standing_for(self, turn: Turn) -> Iterator[None]:
-        """Return a context whose backward pass is one of several that replace the loss's pass."""
+        """Return a context whose backward pass is one of several that replace the loss's own."""
         self._turn = turn
         try:
             yield
@@ -257,7 +257,7 @@ class RecordingHooks(Part):
 
 
 def _second_pass(layer: Layer) -> RuntimeError:
-    """Return the error for a forward pass whose statistics are already in the sums."""
+    """Return the error for a second backward pass through a forward pass already recorded."""
     return RuntimeError(
         f"layer {layer.name!r}: a second backward pass through the same forward pass cannot be "
         f"recorded; add the losses and call backward once, pass the outputs of all heads to a "
@@ -290,7 +290,7 @@ def _warn_of_removed(name: str, dropped: bool) -> None:
 
 
 def _warn_of_derivatives(layer: Layer) -> None:
-    """Warn about a loss whose gradient has a part that the factors do not include."""
+    """Warn about a loss with derivatives of the network, which the factors do not include."""
     log.warning(
         "layer %r: the loss contains derivatives of the network with respect to its inputs "
         "(create_graph=True), as in PINNs or with a gradient penalty; the factors do not include "

@@ -36,12 +36,12 @@ class Moments(Part):
     layer.
 
     Attributes:
-        of_loss: whether the gradients are those of the loss; otherwise, they are those of
-            `KFAC.record`.
+        of_loss: whether the gradients are those of the loss; otherwise, `KFAC.record` computes
+            them.
         begin: where the chosen examples start, as a fraction of the distance between them, from 0
             to 1.
         vectors: the number of vectors in the passes of the batch, by layer; 0 for embeddings.
-        chosen: the number of vectors in the statistics, by layer.
+        chosen: the number of vectors that were chosen for the statistics, by layer.
         recorded: the names of layers with unfinished sums.
     """
 
@@ -107,7 +107,7 @@ class Moments(Part):
 
     @property
     def awaits_pass(self) -> bool:
-        """Whether a call awaits another of the passes that replace the loss's pass."""
+        """Whether a call awaits another of the backward passes that replace the loss's own."""
         return any(sums.counts.vectors and not sums.complete for sums in self._sums())
 
     @property
@@ -295,7 +295,7 @@ class Moments(Part):
 
 
 def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
-    """Warn that layers saw different numbers of a batch's examples; `sets` maps these to layers."""
+    """Warn that layers saw different numbers of a batch's examples; `sets` has layers by number."""
     seen = [
         f"{number} examples by {', '.join(map(repr, names[:3]))}{' ...' * (len(names) > 3)}"
         for number, names in sorted(sets.items())

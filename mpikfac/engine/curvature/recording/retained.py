@@ -70,10 +70,10 @@ class RetainedGradients:
         return removed + self._also_removed(removed)
 
     def _also_removed(self, removed: Sequence[str]) -> list[str]:
-        """Return sharded layers whose rows on this rank were always 0, and have now been written.
+        """Return sharded layers whose rows on this rank have been rewritten, and are 0, as before.
 
-        Only other ranks can tell whether the gradient is now 0. This rank, whose rows of the layer
-        were always 0, assumes so if the gradients of other layers have become 0.
+        Only other ranks can tell whether the whole gradient is now 0. This rank, whose rows of the
+        gradient were always 0, assumes so if the gradients of other layers have become 0.
         """
         return [
             name
@@ -98,7 +98,7 @@ class RetainedGradients:
         return is_sharded(self._parameters[name][0])
 
     def drop(self, name: str) -> None:
-        """Discard the record of a layer."""
+        """Discard the recorded gradients of a layer."""
         del self._retained[name]
 
     def clear(self) -> None:
@@ -113,5 +113,5 @@ def _versions(gradients: Iterable[Tensor]) -> list[tuple[int, int, int]]:
 
 
 def _any(gradients: Iterable[Tensor]) -> bool:
-    """Return whether the rank has elements of the gradients other than 0."""
+    """Return whether any element of the gradients on this rank is not 0."""
     return any(bool(local(gradient).any()) for gradient in gradients)

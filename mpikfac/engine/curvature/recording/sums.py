@@ -45,8 +45,8 @@ class SideSums:
     """The sums for A or for G of a layer.
 
     Attributes:
-        quadratic: whether they are computed from gradients; otherwise, from inputs only.
-        vector: whether they are sums of vectors; otherwise, of second moments.
+        quadratic: whether the sums are computed from gradients; otherwise, from inputs only.
+        vector: whether the sums are sums of vectors; otherwise, of second moments.
     """
 
     layer: Layer
@@ -133,7 +133,7 @@ def bound_layers(
 def bound(
     layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor], subsample: Subsample
 ) -> LayerSums:
-    """Return a layer's sums, or those of one of its groups, in the rank's statistics."""
+    """Return the sums of a layer, or of one of its groups, as views of the rank's statistics."""
     sides, vector = [], planned.preconditioner.vector
     for side in layer.shape.sides:
         factors, start, sums = planned.side(side), 0, []
@@ -154,7 +154,7 @@ def bound(
 
 
 def changed_in_place(layer: Layer, what: str, before: str) -> RuntimeError:
-    """Return the error for a tensor that was changed too early."""
+    """Return the error for a tensor that was changed in place before K-FAC had used it."""
     return RuntimeError(
         f"layer {layer.name!r}: {what} was changed in place after the call, and before {before}; "
         f"give the layer a clone, or change a clone"
