@@ -17,7 +17,7 @@ class Refusal:
 
     Attributes:
         names: the modules that cannot be covered for this reason.
-        reason: a text such as "Embedding with max_norm=1.0 is not covered".
+        reason: the reason as text, such as "Embedding with max_norm=1.0 is not covered".
     """
 
     names: tuple[str, ...]
@@ -35,7 +35,8 @@ class Refused(ValueError):
     Attributes:
         reasons: for each module's name, a text with the reason and all modules it applies to.
         skip: the names of the modules that were skipped, and of those that cannot be covered.
-        without_remedy: the message without the remedy.
+        without_remedy: the error message without the remedy, a way to train these modules
+            first-order.
     """
 
     def __init__(self, refusals: Sequence[Refusal], skipped: Sequence[str]) -> None:
@@ -55,7 +56,7 @@ def by_reason(refused: Iterable[tuple[str, str]]) -> list[Refusal]:
 
 
 def check_names(model: nn.Module, choice: str, chosen: Sequence[str]) -> None:
-    """Check that the names in a choice such as "skip" are modules of the model.
+    """Check that the names in a choice such as "skip" are those of modules of the model.
 
     Raises:
         ValueError: a name is not that of a module.
