@@ -237,7 +237,7 @@ class Layer:
         return self.input_vector(x) if side == "A" else self.output_vector(g)
 
     def sum_of_squares(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return the elementwise sum of squares of all `a` `[inputs]`, or of all `g` `[outputs]`."""
+        """Return the elementwise sum of squares of all `a` `[inputs]`, or all `g` `[outputs]`."""
         if side == "A":
             return sum_of(self.inputs(x).square().flatten(0, self._last), self.bias)
         return sum_of(self.outputs(g).square().flatten(0, self._last))

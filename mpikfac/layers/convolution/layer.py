@@ -61,7 +61,7 @@ class ConvLayer(Layer):
         return F.pad(x, ends, mode=self.module.padding_mode) if ends else x
 
     def sum_of_squares(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return the elementwise sum of squares of all `a` `[inputs]`, or of all `g` `[outputs]`."""
+        """Return the elementwise sum of squares of all `a` `[inputs]`, or all `g` `[outputs]`."""
         return self.first_moment(side, x.square(), g.square())
 
     def input_sum(self, x: Tensor) -> Tensor:
