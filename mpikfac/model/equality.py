@@ -106,7 +106,7 @@ def _differing(sums: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def check_written(comm: Comm, writes: Writes) -> None:
-    """Check that all ranks' programs wrote the same weights and values between recent steps.
+    """Check that all ranks wrote the same values to the same weights between recent steps.
 
     Collective over: comm.
 

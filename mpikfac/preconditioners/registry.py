@@ -48,7 +48,7 @@ def preconditioners_by_name(
 
 
 def forms(preconditioner: PreconditionerName | Preconditioner) -> tuple[Form, ...]:
-    """Return the descriptions for a plan: the run's preconditioner first, then all others."""
+    """Return the forms of all preconditioners, for a plan: the run's own first."""
     return tuple(entry.form for entry in preconditioners_by_name(preconditioner).values())
 
 

@@ -27,7 +27,7 @@ def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
 
 
 def every(interval: float | Schedule, step: int, name: str = "interval") -> bool:
-    """Return whether `step` is a multiple of the value, in steps, of the interval at `step`.
+    """Return whether `step` is a multiple of the interval's value at `step`, in steps.
 
     Step 0 is a multiple of every interval.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Moments(Preconditioner):
     """The base class of preconditioners that use second moments of the gradient's rows and columns.
 
-    A relative damping e is in units of the factor's mean eigenvalue.
+    The damping e, if relative, is in units of the factor's mean eigenvalue.
     """
 
     defaults: ClassVar[Defaults] = Defaults(
@@ -39,7 +39,8 @@ class Roots(Moments):
     """The base class of preconditioners that use inverse roots of damped factors.
 
     Attributes:
-        exponent: the p in the roots `(L + e I)^-p` and `(R + e I)^-p`.
+        exponent: the p in the roots `(L + e I)^-p` and `(R + e I)^-p` of factors L and R with
+            damping e.
     """
 
     exponent: float
