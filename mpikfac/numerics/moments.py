@@ -43,7 +43,7 @@ ADDED_IN_FLOAT32 = frozenset(() if torch.version.hip else (torch.bfloat16, torch
 
 
 def factor_scales(normalization: Normalization, batch: int, shared: float) -> tuple[float, float]:
-    """Return the factors that turn `sum(a a^T)` into A and `sum(g g^T)` into G."""
+    """Return the multipliers that turn `sum(a a^T)` into A and `sum(g g^T)` into G."""
     if normalization == "expand":
         return 1 / (batch * shared), float(batch)
     if normalization == "sc20":
@@ -52,7 +52,7 @@ def factor_scales(normalization: Normalization, batch: int, shared: float) -> tu
 
 
 def vector_scales(normalization: Normalization, batch: int, shared: float) -> tuple[float, float]:
-    """Return the factors that turn `sum(a)` and `sum(g)` into vectors `v`.
+    """Return the multipliers that turn `sum(a)` and `sum(g)` into vectors `v`.
 
     If all vectors `a` and all vectors `g` are equal, `v v^T` equals A or G.
     """

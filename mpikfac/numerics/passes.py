@@ -14,7 +14,7 @@ RESHAPED = ("ViewBackward0", "SqueezeBackward1")
 
 
 def in_backward() -> bool:
-    """Return whether the thread is in a backward pass, as when activations are recomputed."""
+    """Return whether the thread is in a backward pass, as when a checkpoint recomputes outputs."""
     return torch._C._current_graph_task_id() != -1
 
 

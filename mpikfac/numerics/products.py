@@ -126,8 +126,8 @@ _coarse = ContextVar[Multiply | None]("coarse", default=None)
 
 Side = Sequence[Tensor]
 """A matrix S that multiplies a gradient on the side of A or G, as a sequence of blocks along its
-diagonal: matrices `[n, n]` or diagonals `[n]`; without blocks, the identity. With groups, blocks are
-`[groups, n, n]`, and the gradient is `[groups, outputs, inputs]`.
+diagonal: matrices `[n, n]` or diagonals `[n]`; without blocks, the identity. If the layer has
+groups, blocks are `[groups, n, n]`, and the gradient is `[groups, outputs, inputs]`.
 
 A block of low rank, U `[n, rank]`, stands for `[I U]` `[n, n + rank]`: a product with the transpose
 keeps the multiplied matrix, and appends its coordinates in U."""

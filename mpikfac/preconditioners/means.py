@@ -18,8 +18,8 @@ def mean_eigenvalues(
 ) -> dict[Factors, Tensor]:
     """Return, for each key (a tuple of factors), the mean eigenvalue of its factors, `[groups]`.
 
-    The returned tensors are views of one vector. Keys whose factors are not all in `packed` are left
-    out.
+    The returned tensors are views of one vector. Keys whose factors are not all in `packed` are
+    left out.
 
     Args:
         packed: triangles of factors, by name.

@@ -124,7 +124,7 @@ class Budget:
         return Intervals(*map(longer, usual))
 
     def _stretch(self, updates: Updates, step: int) -> int:
-        """Return the smallest whole factor for intervals that keeps `updates` within the budget."""
+        """Return the smallest whole multiplier of intervals that keeps `updates` in the budget."""
         if self.share is None or not self.operations:
             return 1
         share = self.share if step >= SETTLED else max(AT_FIRST, self.share)
