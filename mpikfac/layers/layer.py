@@ -64,7 +64,7 @@ class Layer:
         modules: the modules that share the parameters; the first one is named `path`.
         parameters: the weight and the bias, if trained.
         bias: whether the matrix's last column is the bias.
-        bias_alone: whether the bias is the only column.
+        bias_alone: whether the bias is the matrix's only column.
         shape: the layer's factors and the form of its gradient.
         spatial: whether positions are pixels; this affects how factors are normalised, except with
             `normalization="expand"`.
@@ -198,7 +198,7 @@ class Layer:
         return g.reshape(len(g), -1, *g.shape[self._last + 1 :])
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the tensor from which input statistics are computed, for a whole batch."""
+        """Return the tensor from which input statistics are computed, given a call's whole batch."""
         return x
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ class Refusal:
     """A reason why modules cannot be covered.
 
     Attributes:
-        names: the modules that cannot be covered for this reason.
+        names: the names of the modules that cannot be covered for this reason.
         reason: the reason as text, such as "Embedding with max_norm=1.0 is not covered".
     """
 
@@ -33,7 +33,7 @@ class Refused(ValueError):
     """Report all modules of a model that K-FAC cannot cover.
 
     Attributes:
-        reasons: for each module's name, a text with the reason and all modules it applies to.
+        reasons: for each module's name, a text with the reason and all modules to which it applies.
         skip: the names of the modules that were skipped, and of those that cannot be covered.
         without_remedy: the error message without the remedy, a way to train these modules
             first-order.

@@ -18,7 +18,7 @@ class Votes(Statistic):
 
     This way, ranks exchange small facts without additional messages.
 
-    The first 8 votes belong to the program, the others to the library. Each of the last 6 is one
+    The first 8 votes belong to the program, the last 8 to the library. Each of the last 6 is one
     bit of a checksum, as 1 or -1: the absolute value of its mean over ranks is 1 if and only if all
     ranks have the same bit. Reductions of other values would be rounded, so a single different
     value among many ranks could go unnoticed. A checksum misses a difference with probability 1/64.

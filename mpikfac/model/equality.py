@@ -16,7 +16,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of the same size as an element, by the size in bytes."""
 
 SAMPLE = 16  # the number of elements per weight that are compared in every step
-REPEATS = 3  # the number of votes on a write: one vote misses a difference with probability 1/64
+REPEATS = 3  # the number of votes on each write: one vote misses a difference with probability 1/64
 
 log = logging.getLogger("mpikfac")
 

@@ -48,7 +48,7 @@ def relatively_damped_denominators(
     """Write `damped_denominators`, with the damping in units of the mean eigenvalue of `G (x) A`.
 
     The means come from `mean_eigenvalues`: if a side has blocks, each block of the product is
-    damped in units of its own mean.
+    damped in units of its own mean eigenvalue.
     """
     a, g = _whole(input_means, out, -1), _whole(output_means, out, -2)
     _undamped(input_values, output_values, out, scales)

@@ -60,8 +60,8 @@ class Inverse(Inverses):
     Attributes:
         split_damping: whether A and G split the damping, so that p q is the damping; otherwise, p
             and q are both equal to the damping, as in published implementations.
-        dtype: the dtype in which inverses are kept, sent and multiplied; None for that of the
-            model.
+        dtype: the dtype in which inverses are kept, sent and multiplied; None for the model's
+            dtype.
     """
 
     name: ClassVar[str] = "inverse"

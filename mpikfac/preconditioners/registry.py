@@ -19,7 +19,7 @@ TYPES = (
     *(Shampoo, KLShampoo, SOAP, Muon, NorMuon, NewtonMuon),
 )
 PRECONDITIONERS: dict[PreconditionerName, Preconditioner] = {kind.name: kind() for kind in TYPES}
-"""The preconditioners that layers can name, with their defaults."""
+"""The preconditioners that layers can name, with their default settings."""
 
 
 def named_preconditioner(preconditioner: PreconditionerName | Preconditioner) -> Preconditioner:

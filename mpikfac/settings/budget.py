@@ -191,7 +191,7 @@ def cost(
     factor_update_steps: float | Schedule,
     inv_update_steps: float | Schedule,
 ) -> tuple[float, str]:
-    """Return the operations of a step relative to those of its passes, and a line that says so.
+    """Return a step's operations relative to those of its passes, and a line with this ratio.
 
     Uses the intervals from step 160 on, when they no longer grow.
     """

@@ -76,7 +76,7 @@ class Shampoo(Roots):
     Attributes:
         exponent: the exponent of each factor: 1/4 as published, or 1/2 [Morwani et al. 2024]. A
             layer with one factor, such as a scale, uses the same exponent.
-        dtype: the dtype in which roots are kept, sent and multiplied; None for that of the model.
+        dtype: the dtype in which roots are kept, sent and multiplied; None for the model's dtype.
 
     Raises:
         ValueError: the exponent is not positive.

@@ -40,8 +40,8 @@ class SOAP(Moments):
     eigenbases, and rotates it back [SOAP]. The damping is relative; see `damped_squares`.
 
     Attributes:
-        dtype: the dtype in which eigenbases are kept, sent and multiplied; None for that of the
-            model.
+        dtype: the dtype in which eigenbases are kept, sent and multiplied; None for the model's
+            dtype.
     """
 
     name: ClassVar[str] = "soap"
