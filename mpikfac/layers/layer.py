@@ -198,7 +198,7 @@ class Layer:
         return g.reshape(len(g), -1, *g.shape[self._last + 1 :])
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the tensor from which input statistics are computed, given a call's whole batch."""
+        """Return the tensor from which input statistics are computed, for a call's whole batch."""
         return x
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ class Estimator:
 
     @property
     def of_loss(self) -> bool:
-        """Whether the statistics use the backward passes of the loss, not those that `turns` yields."""
+        """Whether the statistics use the loss's backward passes, not those that `turns` yields."""
         return self.fisher_type in ("empirical", "forward-only")
 
     def subsampled(self, layer: PlannedLayer, shares: int) -> Subsample:
