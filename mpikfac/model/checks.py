@@ -384,7 +384,7 @@ def report_uncovered(
     optimizer: Optimizer,
     offers: Iterable[str] = (),
 ) -> None:
-    """Log which parameters K-FAC does not cover, how to cover some of them, and which stay fixed.
+    """Log which parameters K-FAC does not cover, how to cover some, and which no step changes.
 
     Log warnings if K-FAC covers less than half of the weights or could cover more, or if the
     optimizer lacks trained parameters.

@@ -39,7 +39,7 @@ class Means(NamedTuple):
 
 @dataclass
 class Held:
-    """A layer's decompositions as views of the arena, created once for all directions.
+    """A layer's decompositions, as views of an arena, created once and used for all directions.
 
     Attributes:
         a: the blocks of A, by kind ("vectors").

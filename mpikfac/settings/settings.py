@@ -51,7 +51,8 @@ class Settings:
     Their values at step 0 are checked on construction, later ones when a step evaluates them.
 
     Raises:
-        ValueError: a value is out of bounds; the message names it.
+        ValueError: a value is out of bounds, or gradient momentum is combined with a clip; the
+            message names the setting.
     """
 
     damping: Damping
