@@ -1,4 +1,4 @@
-"""Describe supported modules as matrices, and handle the other tensors sent with gradients."""
+"""Describe covered modules as matrices, and handle all other tensors sent with gradients."""
 
 from mpikfac.layers.calls import call_sizes as call_sizes
 from mpikfac.layers.convolution.layer import ConvLayer as ConvLayer

@@ -18,8 +18,8 @@ def call_sizes(
 ) -> dict[str, list[CallSize]]:
     """Return the sizes of all calls of each layer in a forward and a backward pass.
 
-    If a layer has several groups, only the first one is measured. On torch's meta device, the
-    passes compute no values. The passes change the model's gradients and running statistics.
+    If a layer has several groups, the sizes are those of its first group. On torch's meta device,
+    the passes compute no values. The passes change the model's gradients and running statistics.
 
     Args:
         model: a model in training mode that returns a single tensor.

@@ -31,7 +31,7 @@ Rule = Callable[[LayerShape], LayerShape]
 Ties = Mapping[int, Sequence[str]]
 """The names of each shared parameter in all modules that use it, by `id`."""
 NAMES = ("skip", "own_examples", "part_of_batch")
-"""The arguments that are sequences of module names."""
+"""The arguments of `Coverage` that are sequences of module names."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Coverage:
         covers: the kind of layer that covers each class of modules, by the class or its full name.
             The default, `KINDS`, covers linear layers, convolutions, embeddings, attention and
             recurrent cells. `{**KINDS, **NORMS}` also covers normalisation layers. Add your own
-            modules in the same way; see `layers`.
+            modules in the same way; see `mpikfac.layers.Layer`.
         rule: a function that maps the shape of a layer with full factors to the shape to use, for
             example with only diagonals, only blocks or only one side; it can also set how positions
             that share a weight are counted, and a preconditioner for this layer.
@@ -80,10 +80,10 @@ def cover(
 ) -> tuple[list[Layer], list[Other]]:
     """Return the covered layers, and all uncovered parameters and running statistics.
 
-    Both lists are in model order. Modules of the types in `covers` are covered, except modules
-    without trained parameters, modules named in `skip`, and modules inside the latter. Modules with
-    the same parameters form a single layer if they compute the same output. Other modules that
-    share a parameter are not covered.
+    Both lists are in model order. Modules of the classes in `coverage.covers` are covered, except
+    modules without trained parameters, modules named in `coverage.skip`, and modules inside the
+    latter. Modules with the same parameters form a single layer if they compute the same output
+    from the same input. Other modules that share a parameter are not covered.
 
     Args:
         statistics_dtype: the dtype to which inputs of convolutions are rounded before they are
@@ -99,7 +99,7 @@ def cover(
         check_names(model, choice, getattr(coverage, choice))
     layers: list[Layer] = []
     refused: list[tuple[str, str]] = []
-    covering: dict[int, Layer] = {}  # by parameter
+    covering: dict[int, Layer] = {}  # by the parameter's `id`
     for name, module in model.named_modules():
         trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
         make = maker_of(module, covers)
@@ -130,7 +130,7 @@ def cover(
 
 
 def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
-    """Drop layers that lack some uses of their parameters; return the others, and the ties.
+    """Return the layers that cover all uses of their parameters, and the ties of all others.
 
     A parameter's gradient is the sum over all its uses: for a weight shared by the embedding and
     the head, it is the sum over both. Factors computed from only some of the uses do not describe
@@ -184,7 +184,7 @@ def alike(first: nn.Module, second: nn.Module) -> bool:
 def offers(
     model: nn.Module, others: Sequence[Other], coverage: Coverage | None = None
 ) -> list[str]:
-    """Return a line for each class of uncovered modules that work like those of a covered class."""
+    """Return a message per class of uncovered modules that compute the same as a covered one."""
     coverage = coverage or Coverage()
     uncovered = {id(block.tensor) for block in others if block.parameters and not block.ties}
     names: dict[type[nn.Module], list[str]] = {}
@@ -202,11 +202,11 @@ def offers(
 def check_any_covered(
     model: nn.Module, layers: Sequence[Layer], coverage: Coverage | None = None
 ) -> None:
-    """Check that K-FAC covers at least one layer if a module's class derives from a covered one.
+    """Check that K-FAC covers at least one layer if a module's class extends a covered class.
 
     Raises:
-        ValueError: no layer is covered, although the class of a trained module that is not skipped,
-            such as a wrapper, derives from a covered one.
+        ValueError: K-FAC covers no layer, although the model has a trained module, not in
+            `coverage.skip`, whose class is derived from a covered class, as a wrapper's can be.
     """
     coverage = coverage or Coverage()
     for name, module in model.named_modules() if not layers else ():
@@ -226,7 +226,7 @@ def check_any_covered(
 
 
 def within(name: str, chosen: Sequence[str]) -> bool:
-    """Return whether a module is one of the `chosen` modules, or inside one."""
+    """Return whether the module `name` is one of the `chosen` modules, or inside one of them."""
     return any(name == module or name.startswith(f"{module}.") for module in chosen)
 
 
@@ -260,14 +260,14 @@ def find_uncovered(
 def covered_shapes(
     model: nn.Module, coverage: Coverage | None = None
 ) -> tuple[list[LayerShape], list[tuple[str, Shape]]]:
-    """Return the layers' shapes, and the uncovered tensors' names and shapes, for `make_plan`."""
+    """Return the layers' shapes, and the names and shapes of other tensors, for `make_plan`."""
     layers, others = cover(model, coverage)
     others.append(Votes(torch.float32, torch.device("cpu")))
     return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]
 
 
 def trained_shapes(model: nn.Module, coverage: Coverage | None = None) -> list[tuple[str, Shape]]:
-    """Return the name of the block and the shape for every trained parameter, for `Sharding.of`.
+    """Return, for every trained parameter, its block's name and its shape, for `Sharding.of`.
 
     A block is a covered layer or an uncovered parameter.
     """

@@ -61,7 +61,7 @@ class EmbeddingLayer(Layer):
     def projections(
         self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the products of unit vectors, which are rows of `of_inputs`, and those of `g`."""
+        """Return unit vectors times `of_inputs`, which are its rows, and `g` times `of_outputs`."""
         rows = of_inputs[0].clone()
         if self.module.padding_idx is not None:
             rows[self.module.padding_idx] = 0

@@ -43,9 +43,9 @@ NORMS: Kinds = dict.fromkeys(
 
 
 SIDE_BY_SIDE = {Layer, TransposedLayer, ProjectionLayer, CellLayer, ConvLayer}
-"""Layers whose moment of a side depends only on that side's tensor, so layers of the same form can
-be computed as the groups of one layer. Derived classes are left out, because they can compute
-something else."""
+"""Classes of layers whose moments of a side depend only on that side's tensor, so the moments of
+layers with the same `form` can be computed together, as those of the groups of one layer. Derived
+classes are left out, because they can compute something else."""
 
 
 def maker_of(module: nn.Module, covers: Kinds) -> Maker | None:
@@ -77,7 +77,7 @@ def same_as(module: nn.Module, covers: Kinds) -> bool:
 
 
 def offer(kind: type[nn.Module], covers: Kinds) -> str:
-    """Return the `KFAC` argument that covers a class with the same outputs as a covered one."""
+    """State which `KFAC` argument covers `kind`, which computes the same as a covered class."""
     base, derived = covered_base(kind, covers), kind.__name__
     assert base is not None
     (table, *_) = [name for name, kinds in (("KINDS", KINDS), ("NORMS", NORMS)) if base in kinds]

@@ -61,10 +61,10 @@ class Layer:
     Attributes:
         name: the module's name in the model, or the name of a layer inside the module.
         path: the module's name in the model.
-        modules: the modules that share the parameters; the first one is named `name`.
+        modules: the modules that share the parameters; the first one is named `path`.
         parameters: the weight and the bias, if trained.
         bias: whether the matrix's last column is the bias.
-        bias_alone: whether the bias is the only column.
+        bias_alone: whether the bias is the matrix's only column.
         shape: the layer's factors and the form of its gradient.
         spatial: whether positions are pixels; this affects how factors are normalised, except with
             `normalization="expand"`.
@@ -75,8 +75,8 @@ class Layer:
             multiplied; None to leave them unchanged.
         of_batch: whether the first dimension of inputs is the batch; otherwise, it is the layer's
             own examples.
-        of_part: whether these examples are only a part of the batch, and the loss is a mean over
-            the whole batch.
+        of_part: whether the layer's own examples are only a part of the batch, and the loss is a
+            mean over the whole batch.
         group: the group to which the layer's statistics belong; None if they belong to all groups.
     """
 
@@ -92,7 +92,7 @@ class Layer:
     def __init__(
         self, name: str, module: nn.Module, given: Sequence[Tensor | None] | None = None
     ) -> None:
-        """Use the weight and bias in `given`, or the module's `weight` and `bias` if it is None.
+        """Use the weight and bias in `given`; if `given` is None, the module's `weight` and `bias`.
 
         Raises:
             NotCovered: the weight or bias is not a parameter of the module but computed in every
@@ -142,7 +142,7 @@ class Layer:
         return [self]
 
     def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[RemovableHandle]:
-        """Call `hook` after each forward call of one of the layer's modules; return the handles.
+        """Call `hook` after each forward call of `module`; return the handles that remove the hook.
 
         The hook runs before the program's own hooks, because these can replace the module's output.
         """
@@ -170,7 +170,8 @@ class Layer:
             x = self._dense(x)
         if x.is_floating_point():  # under autocast, autograd saves a copy, so x may be overwritten
             x = x.detach().to(output.dtype)
-        # A split layer has its own `watch`: its examples and channels can be those of other ranks.
+        # A layer that is split over ranks has its own `watch`, because its examples and channels
+        # can be those of other ranks.
         watch = getattr(self.module.forward, "watch", None)
         return (x, partial(listen, output)) if watch is None else watch(x, output)
 
@@ -197,11 +198,11 @@ class Layer:
         return g.reshape(len(g), -1, *g.shape[self._last + 1 :])
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the tensor from which input statistics are computed, for a whole batch."""
+        """Return the tensor from which input statistics are computed, for a call's whole batch."""
         return x
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return `sum(a a^T)` or `sum(g g^T)` of a call, in the form given by `shape`."""
+        """Return a call's `sum(a a^T)` (side A) or `sum(g g^T)`, in the form given by `shape`."""
         diagonal = side in self.shape.diagonal
         if self.shape.kfac_approx == "reduce":
             rows = self.input_means(x) if side == "A" else self.output_totals(g)
@@ -227,7 +228,7 @@ class Layer:
         return [squares(columns[..., block, :]) for block in blocks]
 
     def first_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return `sum(a)` or `sum(g)` of a call.
+        """Return `sum(a)` (side A) or `sum(g)` (side G) of a call.
 
         With kfac_approx="reduce", `a` is replaced by its mean over the positions of an example.
         """
@@ -236,7 +237,7 @@ class Layer:
         return self.input_vector(x) if side == "A" else self.output_vector(g)
 
     def sum_of_squares(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return the sum of the squared elements of `a` `[inputs]`, or of `g` `[outputs]`."""
+        """Return the elementwise sum of squares of all `a` `[inputs]`, or all `g` `[outputs]`."""
         if side == "A":
             return sum_of(self.inputs(x).square().flatten(0, self._last), self.bias)
         return sum_of(self.outputs(g).square().flatten(0, self._last))
@@ -278,7 +279,7 @@ class Layer:
         )
 
     def with_groups(self, count: int) -> Layer:
-        """Return a layer with `count` such layers as its groups, to compute moments of one side."""
+        """Return a layer whose groups are `count` such layers, to compute moments of one side."""
         layer = copy.copy(self)
         layer.shape, layer._last = replace(self.shape, groups=count * self.shape.groups), -3
         return layer
@@ -319,7 +320,7 @@ class Layer:
         return a @ of_inputs[0], b @ of_outputs[0]
 
     def with_ones(self, vectors: Tensor) -> Tensor:
-        """Return vectors `a` `[..., inputs]`, with a 1 appended for a bias."""
+        """Return vectors `a` `[..., inputs]`, with a 1 appended if the layer has a bias."""
         return F.pad(vectors, (0, 1), value=1.0) if self.bias else vectors
 
     def positions(self, g: Tensor) -> int:
@@ -331,7 +332,7 @@ class Layer:
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return, for each side, the multiplier that turns sums into A or G, or a mean vector."""
+        """Return each side's multiplier, which turns sums into A or G or, with `vectors`, means."""
         scales = vector_scales if vectors else factor_scales
         examples = batch if self.spatial or normalization == "expand" else positions
         return dict(zip("AG", scales(normalization, examples, positions / examples)))
@@ -339,7 +340,7 @@ class Layer:
     # -- gradients and values --------------------------------------------------------------------
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies that write gradients to the `parts` of a matrix; set missing ones to 0.
+        """Return the copies that write gradients to `parts`; set parts without a gradient to 0.
 
         Each copy is a pair of target and source; the caller performs the copies of many layers at
         once.
@@ -388,7 +389,7 @@ class Layer:
 
     @property
     def in_use(self) -> list[Tensor]:
-        """The module's current parameters: during a pass, `fully_shard` replaces the shards."""
+        """The module's current parameters: during a pass, `fully_shard` replaces shards."""
         return [getattr(module, name) for module, name in self._places]
 
 

@@ -38,7 +38,7 @@ class NormLayer(Layer):
         return LayerShape(self.name, trained, 1, self.parameters[0].numel(), sides="A")
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """Record a call's mode, because the program can change it before the backward pass."""
+        """Record the call's training mode, which can change before the backward pass."""
         module = self.module
         if isinstance(module, _BatchNorm):
             self._by_running = not module.training and module.running_mean is not None
@@ -59,14 +59,14 @@ class NormLayer(Layer):
         return F.batch_norm(x, None, None, training=True, eps=module.eps)
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return `sum(u u^T)` `[units, inputs, inputs]` over examples with gradients `u`."""
+        """Return `sum(u u^T)` `[units, inputs, inputs]` over the examples' gradients `u`."""
         gradients = self._gradients(x, g)
         if side in self.shape.diagonal:
             return gradients.square().sum(0).view(-1, 1, 1)
         return torch.einsum("bui,buj->uij", gradients, gradients)
 
     def first_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return `sum(u)` `[units, inputs]` over examples with gradients `u`."""
+        """Return `sum(u)` `[units, inputs]` over the examples' gradients `u`."""
         return self._gradients(x, g).sum(0)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ class Refusal:
     """A reason why modules cannot be covered.
 
     Attributes:
-        names: the modules that cannot be covered for this reason.
-        reason: a text such as "Embedding with max_norm=1.0 is not covered".
+        names: the names of the modules that cannot be covered for this reason.
+        reason: the reason as text, such as "Embedding with max_norm=1.0 is not covered".
     """
 
     names: tuple[str, ...]
@@ -33,9 +33,10 @@ class Refused(ValueError):
     """Report all modules of a model that K-FAC cannot cover.
 
     Attributes:
-        reasons: for each module's name, a text with the reason and all modules it applies to.
+        reasons: for each module's name, a text with the reason and all modules to which it applies.
         skip: the names of the modules that were skipped, and of those that cannot be covered.
-        without_remedy: the message without the remedy.
+        without_remedy: the error message without the remedy, a way to train these modules
+            first-order.
     """
 
     def __init__(self, refusals: Sequence[Refusal], skipped: Sequence[str]) -> None:
@@ -55,7 +56,7 @@ def by_reason(refused: Iterable[tuple[str, str]]) -> list[Refusal]:
 
 
 def check_names(model: nn.Module, choice: str, chosen: Sequence[str]) -> None:
-    """Check that the names in a choice such as "skip" are modules of the model.
+    """Check that the names in a choice such as "skip" are those of modules of the model.
 
     Raises:
         ValueError: a name is not that of a module.

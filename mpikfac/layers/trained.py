@@ -106,7 +106,7 @@ class Trained:
         the weight, and the module then uses another tensor in its place.
 
         Raises:
-            ValueError: a parameter was converted or moved.
+            ValueError: a parameter was converted to another dtype, or moved to another device.
         """
         present = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         same = len(present) == len(self._parameters) and all(
@@ -117,7 +117,7 @@ class Trained:
         return not same
 
     def leave_changed(self) -> None:
-        """Set the gradients of new, frozen and replaced parameters to None."""
+        """Set the gradients of newly trained, newly frozen and replaced parameters to None."""
         present = list(self._model.parameters())
         trained = {id(parameter) for parameter in present if parameter.requires_grad}
         for parameter in [*present, *self._parameters.values()]:

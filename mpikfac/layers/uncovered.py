@@ -57,7 +57,7 @@ class Other:
         return parameter
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy that writes the gradient to `parts`; set them to 0 if it is missing."""
+        """Return the copy that writes the gradient to `parts`; without one, set `parts` to 0."""
         if self.tensor.grad is None:
             parts[0].zero_()
         else:
@@ -120,7 +120,7 @@ class Statistic(Other):
 
 
 class Counts:
-    """Make layers count a batch only once, even if it is processed in parts.
+    """Make normalisation layers count a batch only once, even if it is processed in parts.
 
     A forward pass adds 1 to a layer's count, on which the weight of a batch in running statistics
     can depend. With this class, every part sees the same count, and counts do not depend on the

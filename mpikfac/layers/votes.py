@@ -18,14 +18,15 @@ class Votes(Statistic):
 
     This way, ranks exchange small facts without additional messages.
 
-    The first 8 votes belong to the program, the others to the library. Each of the last 6 is one
+    The first 8 votes belong to the program, the last 8 to the library. Each of the last 6 is one
     bit of a checksum, as 1 or -1: the absolute value of its mean over ranks is 1 if and only if all
     ranks have the same bit. Reductions of other values would be rounded, so a single different
     value among many ranks could go unnoticed. A checksum misses a difference with probability 1/64.
     The checksum changes from step to step, because the step is one of the values.
 
     Attributes:
-        heard: the `counted` means, if the host has already read them when `read` is called.
+        heard: the means of the votes that `counted` selects, if the host has already read them when
+            `read` is called; otherwise empty.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,7 +37,10 @@ class Votes(Statistic):
         """Do nothing: votes are kept until they are sent."""
 
     def mark(self, values: object, changed: bool) -> None:
-        """Vote on `values`, which must be equal on all ranks, and on whether the model changed."""
+        """Set this rank's votes: a checksum of `values`, and whether its model has changed.
+
+        `values` must be equal on all ranks; `read` returns whether their checksums are.
+        """
         self.heard = []
         checksum = hashlib.blake2b(repr(values).encode(), digest_size=1).digest()[0]
         bits = [1 if checksum >> place & 1 else -1 for place in range(len(BITS))]
@@ -44,11 +48,11 @@ class Votes(Statistic):
         self.counted(self.tensor).copy_(votes, non_blocking=True)
 
     def counted(self, votes: Tensor) -> Tensor:
-        """Return a view of the means over ranks that `read` uses."""
+        """Return a view of the `votes` whose means over ranks `read` uses."""
         return votes[..., CHANGED:]
 
     def read(self) -> tuple[bool, bool]:
-        """Return whether any rank reported a change, and whether all checksums are equal."""
+        """Return whether any rank's model has changed, and whether all checksums are equal."""
         means, self.heard = self.heard or self.counted(self.tensor).tolist(), []
         changed, *bits = means
         return changed > 0, min(map(abs, bits)) > 1 - 1e-4

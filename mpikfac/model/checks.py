@@ -34,9 +34,10 @@ log = logging.getLogger("mpikfac")
 
 
 def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and device for computing with tensors of one dtype on one device.
+    """Return the dtype and device for computing with the blocks' parameters and statistics.
 
-    The dtype is that of the tensors, but float32 for bfloat16, which is too coarse for sums.
+    All of them must have one dtype and device. The returned dtype is theirs, but float32 for
+    bfloat16, which is too coarse for sums.
 
     Raises:
         ValueError: no parameter is trained, the dtype is not supported, or a tensor's dtype or
@@ -142,8 +143,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Check that the model's averaged gradients are all that the optimizer needs for a step.
 
     Raises:
-        ValueError: the object is not an optimizer, or it needs a closure, or it updates parameters
-            that do not belong to the model.
+        ValueError: `optimizer` is not an optimizer, lacks `param_groups` or `state`, cannot step
+            without an argument such as a closure, or updates parameters that the model lacks.
     """
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
@@ -165,7 +166,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def check_foreign(stepped: Iterable[Tensor], model: nn.Module) -> None:
-    """Check that the parameters belong to the model.
+    """Check that the parameters that an optimizer steps belong to the model.
 
     Raises:
         ValueError: the optimizer would update parameters that the model lacks.
@@ -183,7 +184,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
     """Check that `value` is an instance of `kind`, or None.
 
     Raises:
-        ValueError: it is anything else, such as a string in place of a `Grafting`.
+        ValueError: `value` is anything else, such as a string in place of a `Grafting`.
     """
     if value is not None and not isinstance(value, kind):
         usual = {"grafting": "AdamGrafting", "clip": "KLClip"}.get(name, kind.__name__)
@@ -250,10 +251,10 @@ def check_loaded_momentum(
     of_gradients: float | Schedule = 0.0,
     descends: bool = False,
 ) -> None:
-    """Check that momentum is applied exactly once after loading a state; see `check_momentum`.
+    """Check that a loaded state's momentum is applied exactly once; see `check_momentum`.
 
     Args:
-        items: the items of model and optimizer that are loaded.
+        items: the items of the model and optimizer that are loaded, by name.
         names: the names of all items of the state.
         descends: whether the optimizer is a `Descent`, whose momentum is `of_gradients`.
 
@@ -278,7 +279,7 @@ def check_loaded_momentum(
 
 @contextmanager
 def taking_up() -> Iterator[None]:
-    """Re-raise an error in the body as a failure to adopt a change to the trained parameters.
+    """Re-raise a `ValueError` in the body as a failure to adopt changed trained parameters.
 
     Raises:
         UserError: the change cannot be adopted.
@@ -337,7 +338,8 @@ def check_plain(optimizer: Optimizer) -> None:
     """Check that a step of the optimizer subtracts the gradients unchanged.
 
     Raises:
-        ValueError: the optimizer changes gradients.
+        ValueError: the optimizer is not `SGD` with lr=1 and without momentum, weight decay and
+            maximize.
     """
     plain = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}
     for group in optimizer.param_groups:
@@ -382,7 +384,7 @@ def report_uncovered(
     optimizer: Optimizer,
     offers: Iterable[str] = (),
 ) -> None:
-    """Log which parameters K-FAC does not cover, how to cover some of them, and which stay fixed.
+    """Log which parameters K-FAC does not cover, how to cover some, and which no step changes.
 
     Log warnings if K-FAC covers less than half of the weights or could cover more, or if the
     optimizer lacks trained parameters.

@@ -16,7 +16,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of the same size as an element, by the size in bytes."""
 
 SAMPLE = 16  # the number of elements per weight that are compared in every step
-REPEATS = 3  # the number of votes on a write: one vote misses a difference with probability 1/64
+REPEATS = 3  # the number of votes on each write: one vote misses a difference with probability 1/64
 
 log = logging.getLogger("mpikfac")
 
@@ -69,7 +69,7 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
         The names of the buffers that differ.
 
     Raises:
-        RanksDifferError: parameters differ; the message names the first one.
+        RanksDifferError: a parameter differs between ranks; the message names the first one.
     """
     differing = _differing(comm.allgather(checksums(model, leave)))
     weights = [name for name, _ in model.named_parameters()]
@@ -95,7 +95,7 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
 
 
 def _differing(sums: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return, for each name whose sums differ, the first rank whose sum is not that of rank 0."""
+    """Return, for each name whose checksums differ, the first rank that differs from rank 0."""
     differing: dict[str, int] = {}
     first, *others = sums
     for rank, of_rank in enumerate(others, start=1):
@@ -106,13 +106,13 @@ def _differing(sums: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def check_written(comm: Comm, writes: Writes) -> None:
-    """Compare the weights that each rank's program has written between the last steps.
+    """Check that all ranks wrote the same values to the same weights between recent steps.
 
     Collective over: comm.
 
     Raises:
         RanksDifferError: ranks have written different weights or values; the message names the
-            first one.
+            first such weight.
     """
     recent = comm.allgather(writes.recent)
     writes.recent.clear()
@@ -138,7 +138,8 @@ class Writes:
             same device.
 
     Attributes:
-        recent: for each of the last steps, checksums of the elements of written weights, by name.
+        recent: for each of the last few steps, the checksums of the compared elements of those
+            weights that were written before the step, by name.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
@@ -181,7 +182,7 @@ class Writes:
         return [(weight.data_ptr(), weight._version) for weight in self._weights.values()]
 
     def _samples(self) -> list[Tensor]:
-        """Return a few elements of each weight; on the host, views are kept between steps."""
+        """Return a few elements of each weight; on the CPU, their views are kept between steps."""
         addresses = [weight.data_ptr() for weight in self._weights.values()]
         if addresses == self._views[0]:
             return self._views[1]
@@ -197,7 +198,7 @@ class Writes:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return a few elements, evenly spaced in memory, as a view if the weight has no gaps there."""
+    """Return a few evenly spaced elements, as a view if the weight has no gaps in memory."""
     order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
     flat = weight.detach().permute(order).reshape(-1)
     return flat[:: max(1, len(flat) // SAMPLE)]

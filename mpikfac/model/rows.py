@@ -61,7 +61,7 @@ def whole_names(names: Iterable[str], tensors: Mapping[str, Tensor]) -> set[str]
 
 
 def _tensor_of(name: str) -> str:
-    """Return the name in the model of the tensor that an item belongs to."""
+    """Return the model's name for the tensor that a state's item belongs to."""
     if name.startswith(OF_OPTIMIZER_STATE):
         return name.removeprefix(OF_OPTIMIZER_STATE).rpartition("/")[0]
     return name.removeprefix(OF_MODEL)
@@ -75,7 +75,7 @@ def stored(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load_rows(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy this rank's rows to the sharded tensors of a model."""
+    """Copy this rank's rows from a state's `values` to the sharded tensors of a model."""
     for name, tensor in model.state_dict().items():
         if is_sharded(tensor) and (item := in_rows(name, tensor)) in values:
             local(tensor).copy_(values[item])

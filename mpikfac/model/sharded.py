@@ -45,7 +45,7 @@ def sharding_of(model: nn.Module, blocks: Sequence[Layer | Other], comm: Comm) -
 
 
 def shards_of(parameter: Any) -> int:
-    """Return the number of shards: the size of the last dimension of the mesh."""
+    """Return the number of a parameter's shards: the size of its mesh's last dimension."""
     mesh = parameter.device_mesh
     return int(mesh.size(mesh.ndim - 1))
 
@@ -78,7 +78,7 @@ def check_replicas(comm: Comm, model: nn.Module, sharding: Sharding) -> None:
     Collective over: comm if there are replicas, otherwise none.
 
     Raises:
-        RanksDifferError: replicas differ; the message names the first parameter.
+        RanksDifferError: replicas differ; the message names the first parameter that does.
     """
     shards = sharding.shards
     if not sharding or shards == comm.size:
@@ -98,7 +98,7 @@ def _check_placed(name: str, parameter: Any, comm: Comm) -> None:
     """Check that the trainer's ranks hold a parameter's rows in rank order.
 
     Raises:
-        ValueError: a trained parameter is not sharded, or it is sharded in another way.
+        ValueError: a trained parameter is not sharded, or the parameter is sharded in another way.
     """
     if not is_sharded(parameter):
         if parameter.requires_grad:
@@ -140,7 +140,7 @@ def check_averaged(module: Any) -> None:
     """Check that backward passes average a module's gradients over all ranks.
 
     Raises:
-        ValueError: the program has set another divisor, or turned the reduction off.
+        ValueError: the program has set a divisor for the gradients, or turned off their reduction.
     """
     for group in _groups_of(module):
         if (factor := getattr(group, "gradient_divide_factor", None)) is not None:

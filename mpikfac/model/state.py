@@ -28,7 +28,7 @@ MOMENTUM = "momentum_buffer"
 OF_PARAMETERS = ("params", "param_names")
 """Keys of a parameter group that are not settings."""
 AS_PARAMETER = (MOMENTUM, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-"""State of torch's optimizers that has a parameter's shape."""
+"""Keys of the state of torch's optimizers whose values have the parameter's shape."""
 
 
 def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dict[str, Any]:
@@ -109,11 +109,11 @@ def needed_state(
 
 
 def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer state of `stepped`, which optimizers create in a parameter's first step.
+    """Return the optimizer state of `stepped`; a parameter has none before its first step.
 
     Raises:
-        ValueError: the shape of an item differs from that of the parameter; not checked for items
-            that only optimizers outside of torch create.
+        ValueError: an item is a string, or its shape differs from that of the parameter; shapes are
+            not checked for items that only optimizers outside of torch create.
     """
     items: dict[str, Any] = {}
     for key in (key for key in state if key.startswith(OF_OPTIMIZER_STATE)):
@@ -138,14 +138,14 @@ def fitting(
 ) -> dict[str, Any]:
     """Return the items named in `like`; their dtypes and shapes, or types, must be as in `like`.
 
-    A tensor that shares memory with `like`, as in the trainer's own state, is copied.
+    A tensor that shares memory with the one in `like`, as in the trainer's own state, is copied.
 
     Args:
         rounded: whether a floating-point tensor may have a different floating-point dtype.
 
     Raises:
-        ValueError: an item is missing or differs; the message states the name of the first one, and
-            its expected and actual form.
+        ValueError: an item is missing, differs, or is infinite or NaN; the message names the first
+            such item, and states what is expected and what was found.
     """
     items = {}
     for name, expected in like.items():
@@ -195,7 +195,7 @@ def load_model_state(
 
 
 def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
-    """Return a copy on the parameter's device, in the parameter's memory layout.
+    """Return a copy of `value` on the parameter's device, in the parameter's memory layout.
 
     Step counts stay on the host, where they are read, unless a fused or captured step reads them on
     the device.
@@ -213,7 +213,7 @@ def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
 
 
 def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a value in the parameter's memory layout or, if the shapes differ, row by row.
+    """Return `value` in the parameter's memory layout or, if the shapes differ, row by row.
 
     The order of summation, and therefore the rounding, depends on the layout.
     """
@@ -249,7 +249,7 @@ def hand_over_state(
 
     Args:
         before: the parameters that the rank has updated, by name.
-        after: the parameters that the rank will update.
+        after: the parameters that the rank will update, by name.
     """
     present = dict(model.named_parameters())
     held = {
@@ -284,7 +284,7 @@ def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
 
 
 def settings_in(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int | float]]:
-    """Yield the `group_settings` of parameter groups."""
+    """Yield the key and value of every number in parameter groups, as `group_settings` does."""
     for index, group in enumerate(groups):
         for key, value in group.items():
             several = isinstance(value, (tuple, list)) and key not in OF_PARAMETERS
@@ -307,7 +307,7 @@ def unstored_settings(optimizer: Optimizer) -> Iterator[str]:
 
 
 def set_group_setting(optimizer: Optimizer, name: str, number: int | float) -> None:
-    """Set a number by its name in `group_settings`."""
+    """Set a number in a parameter group by its key, as yielded by `group_settings`."""
     index, key = name.split("/")
     group, (key, _, place) = optimizer.param_groups[int(index)], key.partition(".")
     present = group[key][int(place)] if place else group.get(key)

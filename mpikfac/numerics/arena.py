@@ -31,10 +31,10 @@ def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def alike(tensors: Mapping[Key, Tensor]) -> list[list[Key]]:
-    """Return the keys, grouped by shape and dtype; on the CPU, each key is its own group.
+    """Return the keys, grouped by their tensors' shape and dtype; on the CPU, each key alone.
 
-    On a GPU, launching a small kernel takes as long as running it. On the CPU, stacking would add
-    a copy and gain nothing.
+    The tensors of a group can be stacked to need fewer kernels: on a GPU, launching a small kernel
+    takes as long as running it. On the CPU, stacking would add a copy and gain nothing.
     """
     groups: dict[object, list[Key]] = {}
     for name, tensor in tensors.items():

@@ -24,9 +24,10 @@ def damped_denominators(
 ) -> None:
     """Write the eigenvalues of `G (x) A + damping I` to `out` `[outputs, inputs]`.
 
-    Each side contains the eigenvalues of its blocks: `[n]` or, for a block of low rank,
-    `[1 + rank]`, where the first value applies to all directions orthogonal to the vectors; `out`
-    is then smaller. `scales`, if given, replace the products of eigenvalues.
+    `input_values` and `output_values` contain the eigenvalues of the blocks of A and G: `[n]` or,
+    for a block of low rank, `[1 + rank]`, where the first value applies to all directions
+    orthogonal to the kept eigenvectors; `out` is then smaller. `scales`, if given,
+    replace the products of eigenvalues.
 
     The damping is added to the products of eigenvalues, so it can change in every step without a
     new decomposition [Pauloski et al., SC20, eq. 13-15].
@@ -47,7 +48,7 @@ def relatively_damped_denominators(
     """Write `damped_denominators`, with the damping in units of the mean eigenvalue of `G (x) A`.
 
     The means come from `mean_eigenvalues`: if a side has blocks, each block of the product is
-    damped in units of its own mean.
+    damped in units of its own mean eigenvalue.
     """
     a, g = _whole(input_means, out, -1), _whole(output_means, out, -2)
     _undamped(input_values, output_values, out, scales)
@@ -60,7 +61,7 @@ def damping_unit(mean: Tensor) -> Tensor:
 
 
 def mean_eigenvalues(values: Side, vectors: Side) -> list[Tensor]:
-    """Return, for every eigenvalue, the mean of its block; 1 for a block of zeros."""
+    """Return, for every eigenvalue, the mean eigenvalue of its block; 1 for a block of zeros."""
     means = list(values)
     of_values = alike(dict(enumerate(values)))
     for places in (group for equal in of_values for group in alike({p: vectors[p] for p in equal})):
@@ -82,7 +83,7 @@ def _undamped(input_values: Side, output_values: Side, out: Tensor, scales: Tens
 
 
 def products_of_values(input_values: Side, output_values: Side, out: Tensor) -> None:
-    """Write the products of both sides' values to `out` `[outputs, inputs]`."""
+    """Write all products of an output value and an input value to `out` `[outputs, inputs]`."""
     a = _whole(input_values, out, -1)
     g = _whole(output_values, out, -2)
     torch.mul(g[..., :, None], a[..., None, :], out=out)
@@ -181,7 +182,7 @@ def _outside(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _with_mean(factor: Tensor, values: Tensor) -> Tensor:
-    """Return `values`, preceded by the mean of all remaining eigenvalues."""
+    """Return `values`, preceded by the mean of all other eigenvalues of the factor."""
     order, rank = factor.shape[-1], values.shape[-1]
     others = factor.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - values.sum(-1, keepdim=True)
     return torch.cat([(others / (order - rank)).clamp_(min=0), values], -1)
@@ -245,8 +246,8 @@ def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: 
         a: `[batch, shared, inputs]`; with groups, `a` and the result have `groups` as their first
             dimension.
         g: `[batch, shared, outputs]`; with groups, like `a`.
-        input_vectors: Q_A, as the side of a gradient; empty for the identity.
-        output_vectors: Q_G, in the same form.
+        input_vectors: Q_A, as a `Side`; empty for the identity.
+        output_vectors: Q_G, also as a `Side`.
     """
     shared, a_first, g_first = a.shape[-2], a.shape[-2] <= g.shape[-1], a.shape[-2] <= a.shape[-1]
     a = _rotated(a, input_vectors) if a_first else a
@@ -260,7 +261,7 @@ def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: 
 
 
 def _rotated(rows: Tensor, vectors: Side) -> Tensor:
-    """Return `rows Q` `[batch, rows, n]`; with groups, `[groups, batch, rows, n]`."""
+    """Return `rows Q` `[batch, rows, n]` for vectors Q; with groups, `[groups, batch, rows, n]`."""
     if not vectors:
         return rows
     return from_right(rows.flatten(-3, -2), vectors).view(rows.shape)

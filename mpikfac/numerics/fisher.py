@@ -105,7 +105,7 @@ ROOTS: Mapping[Loss, Callable[[Tensor], Tensor]] = {
 
 
 def check_outputs(heads: Sequence[Tensor], losses: Sequence[Loss]) -> None:
-    """Check that `heads` `[batch, outputs, ...]` can be the outputs of the losses of a batch.
+    """Check that `heads`, each `[batch, outputs, ...]`, are valid outputs for `losses`.
 
     Raises:
         ValueError: the numbers of heads and losses differ, heads have different numbers of rows, or
@@ -122,7 +122,7 @@ def check_outputs(heads: Sequence[Tensor], losses: Sequence[Loss]) -> None:
 
 
 def _check_head(outputs: Tensor, loss: Loss) -> None:
-    """Check that `outputs` `[batch, outputs, ...]` can be the outputs of a loss.
+    """Check that `outputs` `[batch, outputs, ...]` are valid outputs for `loss`.
 
     Raises:
         ValueError: there is no output dimension; or, for a cross-entropy, outputs are

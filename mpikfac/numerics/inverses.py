@@ -19,7 +19,8 @@ def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
     If the damped matrix is not positive definite, its inverse is NaN.
 
     Args:
-        damping: one value for all matrices, or `[count]`.
+        damping: one value for all matrices, or `[count]` values, each for equally many consecutive
+            matrices.
     """
     damped = damp(factor, damping)
     if damped.is_cpu and damped.dtype == torch.float32 and damped.dim() == 2 and len(damped) > LEAF:
@@ -65,7 +66,8 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor:
 def error_of_inverse(matrix: Tensor, inverse: Tensor) -> Tensor:
     """Return the relative error `[]` of `inverse @ v` for typical `v`, from a few fixed vectors.
 
-    `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)`, where `u` is the exact direction.
+    `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)`, where `u = matrix^-1 v` is the
+    exact direction.
     """
     # Fixed vectors without a pattern, because torch's global generator belongs to the program.
     probes = torch.arange(8.0 * matrix.shape[-1], device=matrix.device).square_().sin_()
@@ -74,10 +76,10 @@ def error_of_inverse(matrix: Tensor, inverse: Tensor) -> Tensor:
 
 
 def tikhonov_share(ratio: Tensor, damping: float) -> Tensor:
-    """Return a factor's part of the Kronecker product's damping; the other factor gets the rest.
+    """Return a factor's share of a Kronecker product's damping; the other factor gets the rest.
 
-    The parts are `pi sqrt(damping)` and `sqrt(damping) / pi`, where `pi^2` is the `ratio` of the
-    factors' mean eigenvalues. Each factor's part is then the same multiple of its mean eigenvalue
+    The shares are `pi sqrt(damping)` and `sqrt(damping) / pi`, where `pi^2` is the `ratio` of the
+    factors' mean eigenvalues. Each factor's share is then the same multiple of its mean eigenvalue
     [Martens & Grosse 2015, 6.3].
     """
     # No gradient passes through a layer initialised to zero: with G = 0, there is no ratio.

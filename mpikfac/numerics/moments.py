@@ -43,7 +43,7 @@ ADDED_IN_FLOAT32 = frozenset(() if torch.version.hip else (torch.bfloat16, torch
 
 
 def factor_scales(normalization: Normalization, batch: int, shared: float) -> tuple[float, float]:
-    """Return the factors that turn `sum(a a^T)` into A and `sum(g g^T)` into G."""
+    """Return the multipliers that turn `sum(a a^T)` into A and `sum(g g^T)` into G."""
     if normalization == "expand":
         return 1 / (batch * shared), float(batch)
     if normalization == "sc20":
@@ -52,7 +52,10 @@ def factor_scales(normalization: Normalization, batch: int, shared: float) -> tu
 
 
 def vector_scales(normalization: Normalization, batch: int, shared: float) -> tuple[float, float]:
-    """Return the multiples of `sum(a)` and `sum(g)` that give A and G if all vectors are equal."""
+    """Return the multipliers that turn `sum(a)` and `sum(g)` into vectors `v`.
+
+    If all vectors `a` and all vectors `g` are equal, `v v^T` equals A or G.
+    """
     a, g = factor_scales(normalization, batch, shared)
     return math.sqrt(a / (batch * shared)), math.sqrt(g / (batch * shared))
 
@@ -68,7 +71,7 @@ def squares(columns: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = prod
 
 
 def sum_of(rows: Tensor, bias: bool = False) -> Tensor:
-    """Return `sum(a)` `[..., n]` over `rows` `[vectors, ..., n]`; a bias appends a 1 to each."""
+    """Return `sum(a)` `[..., n]` over `rows` `[vectors, ..., n]`; `bias` appends a 1 to each."""
     total = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
     return F.pad(total, (0, 1), value=len(rows)) if bias else total
 

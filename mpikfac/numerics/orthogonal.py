@@ -28,9 +28,9 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
     the interval [0.78, 1.24]. A smaller singular value s becomes at least 270 s / bound. Zeros stay
     zeros, and a matrix that is not finite becomes NaN.
 
-    Let X be a matrix in its wide form, divided by a bound on its largest singular value. A step is
-    `X <- F X`, where F is a polynomial of `X X^T`. The product of all F is multiplied by the wide
-    matrix once, at the end.
+    Let X be a matrix in its wide form (transposed if it has more rows than columns), divided by a
+    bound on its largest singular value. A step is `X <- F X`, where F is a polynomial of `X X^T`.
+    The product of all F is multiplied by the wide matrix once, at the end.
 
     Args:
         matrices: `[..., outputs, inputs]` each; leading dimensions are batch dimensions.
@@ -55,11 +55,12 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _polynomials(squares: Tensor) -> Tensor:
-    """Return the product of all F, divided by the bound on the singular values, `[k, n, n]`.
+    """Return the product of all steps' F, divided by the bound on the singular values, `[k, n, n]`.
 
     The product of the result and the matrix is approximately orthogonal.
 
-    F is `first I + H` with `H = (third I + fifth S) S`, and the product of all F is `scale I + R`.
+    A step's polynomial F is `first I + H` with `H = (third I + fifth S) S`, where S is `X X^T` in
+    this step, and the coefficients are from `STEPS`. The product of all F is `scale I + R`.
     Identities are thus kept out of the products, in which they could be rounded.
 
     Args:

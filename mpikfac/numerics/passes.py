@@ -14,7 +14,7 @@ RESHAPED = ("ViewBackward0", "SqueezeBackward1")
 
 
 def in_backward() -> bool:
-    """Return whether the thread is in a backward pass, as when a checkpoint is recomputed."""
+    """Return whether the thread is in a backward pass, as when a checkpoint recomputes outputs."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -35,7 +35,7 @@ def in_capture() -> bool:
 
 
 def makes_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Return whether the current backward pass computes the gradient of a parameter.
+    """Return whether the current backward pass computes the gradient of any of the parameters.
 
     A pass inside a transform of `torch.func` computes gradients only of the transform's arguments.
     """

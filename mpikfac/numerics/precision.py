@@ -55,7 +55,8 @@ def end_step(scaler: Scaler, finite: bool, device: torch.device) -> None:
     """Inform a scaler whether a step was taken, so that it reduces or eventually raises its scale.
 
     A scaler only checks whether an optimizer's gradients are finite, so a single value stands in
-    for the model. A `PassedScale` belongs to a scaler that has already checked the local gradients.
+    for the model's gradients. A `PassedScale` belongs to a scaler that has already checked the
+    local gradients.
     """
     if isinstance(scaler, PassedScale):
         return

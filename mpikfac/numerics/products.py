@@ -125,9 +125,9 @@ _coarse = ContextVar[Multiply | None]("coarse", default=None)
 # -- products of a layer's gradient with its factors ----------------------------------------------
 
 Side = Sequence[Tensor]
-"""The matrix S for A or G: blocks along the diagonal, `[n, n]`, or a diagonal `[n]`; without
-blocks, the identity. With groups, blocks are `[groups, n, n]`, and the gradient is
-`[groups, outputs, inputs]`.
+"""A matrix S that multiplies a gradient on the side of A or G, as a sequence of blocks along its
+diagonal: matrices `[n, n]` or diagonals `[n]`; without blocks, the identity. If the layer has
+groups, blocks are `[groups, n, n]`, and the gradient is `[groups, outputs, inputs]`.
 
 A block of low rank, U `[n, rank]`, stands for `[I U]` `[n, n + rank]`: a product with the transpose
 keeps the multiplied matrix, and appends its coordinates in U."""
@@ -215,7 +215,10 @@ def _block_from_right(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
 
 
 def of_coordinates(weights: Tensor, vectors: Side) -> Tensor:
-    """Return the multipliers of coordinates `[I U]` for the `weights` of vectors, `[..., values]`.
+    """Return the multipliers of coordinates in `[I U]` that are equivalent to `weights`.
+
+    For a block of low rank, the weights `[..., values]` are `w_rest`, of all directions outside of
+    U, followed by `w`, of the vectors in U; for all other blocks, they are returned unchanged.
 
     `w_rest (I - U U^T) + U diag(w) U^T` is `w_rest I + U diag(w - w_rest) U^T`. The second form
     needs neither a product with a projection nor denominators for directions outside of U.

@@ -21,15 +21,16 @@ class AdamSteps(dict[str, Tensor]):
     Momentum is left to the optimizer [Kingma & Ba 2015].
 
     Attributes:
-        even: whether all averages have the same weight, as they do until a gradient is left out.
-        gradients: the gradients that `take` squares, by position.
+        even: whether all averages have the same sum of weights, as they do until a gradient is left
+            out.
+        gradients: the gradients that `take` squares, in the order of the names.
     """
 
     def __init__(self, gradients: Arena, names: Sequence[str], decay: float = DECAY) -> None:
         """Initialise averages for the `names` of the arena with zeros."""
         shapes = [(name, tuple(gradients[name].shape)) for name in names]
         averages = Arena(lay_out([shapes]), gradients.flat.dtype, gradients.flat.device)
-        # The weights are part of the state. The host has them, and decides how to divide by them.
+        # The weights, which are part of the state, are on the host, which decides how to divide.
         weights = torch.zeros(len(names), dtype=gradients.flat.dtype, device="cpu")
         super().__init__(averages)
         self.update(zip(map(count_of, names), weights.split(1)))
@@ -70,13 +71,13 @@ class AdamSteps(dict[str, Tensor]):
 
 
 def elastic_gradient(anchor: Tensor, average: Tensor, mean: Tensor, pull: float) -> Tensor:
-    """Return the gradient of a replica's step in an exchange [Chaudhari et al. 2018], `[n]`.
+    """Return the gradient for updating a replica in an exchange [Chaudhari et al. 2018], `[n]`.
 
     Args:
         anchor: the replica's weights after the last exchange.
-        average: the running average of the replica's steps since then.
+        average: the running average, over the steps since then, of the replica's weights.
         mean: the mean of all replicas' averages.
-        pull: the weight of the difference from the mean.
+        pull: the weight of the difference between `anchor` and `mean`.
     """
     return (anchor - average) + pull * (anchor - mean)
 

@@ -26,7 +26,7 @@ def decomposed_together(
     Args:
         packed: the factors as triangles, `[factors, ...]`.
         added: the damping added to the factors' diagonals, `[factors]` or `[factors, groups]`.
-        dtype: the dtype of the blocks; None for the dtype of `packed`.
+        dtype: the dtype of the returned blocks; None for the dtype of `packed`.
     """
     matrices = unfold_triangle(packed)
     damping = 0.0 if added is None else added.flatten()
@@ -56,7 +56,7 @@ def renewed_together(
 
     Args:
         packed: the factors as triangles, `[factors, ...]`.
-        older: the decompositions in use, by kind.
+        older: for each factor, the blocks of the decomposition in use, by kind.
         added: the damping added to the factors' diagonals, `[factors]` or `[factors, groups]`.
     """
     blocks = {
@@ -78,7 +78,7 @@ def renewed_together(
 
 
 def _of_preconditioner(stack: Tensor, dims: int) -> Tensor:
-    """Return a stack in the shape that preconditioners expect: without `count` for one factor."""
+    """Return a stack as preconditioners expect it: without a leading dimension for one factor."""
     return stack.flatten(0, -dims - 1).squeeze(0)
 
 

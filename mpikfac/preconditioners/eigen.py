@@ -35,8 +35,8 @@ class Eigen(Preconditioner):
     """Eigenvalues and eigenvectors of A and G; the damping can change without a new decomposition.
 
     Attributes:
-        dtype: the dtype in which decompositions are kept, sent and multiplied; None for that
-            of the model.
+        dtype: the dtype in which decompositions are kept, sent and multiplied; None for the
+            model's dtype.
         iterations: the number of orthogonal iterations that move the previous eigenvectors towards
             those of a new factor; with 0, the previous eigenvectors are kept unchanged. The result
             is used if its misfit is at most the strategy's `tolerance`; otherwise, the factor is

@@ -57,10 +57,10 @@ class Eva(Preconditioner):
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
-        """Return the vector itself."""
+        """Return `factor`, a mean vector, unchanged."""
         return {"vector": factor}
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
-        """Return `(g g^T (x) a a^T + damping I)^-1` applied to the gradient."""
+        """Return `(g g^T (x) a a^T + damping I)^-1` applied to the gradient; a and g are means."""
         a, g = held.a["vector"], held.g["vector"]
         return numerics.precondition_by_vectors(gradient, a, g, held.damping)

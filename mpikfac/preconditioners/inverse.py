@@ -60,8 +60,8 @@ class Inverse(Inverses):
     Attributes:
         split_damping: whether A and G split the damping, so that p q is the damping; otherwise, p
             and q are both equal to the damping, as in published implementations.
-        dtype: the dtype in which inverses are kept, sent and multiplied; None for that of the
-            model.
+        dtype: the dtype in which inverses are kept, sent and multiplied; None for the model's
+            dtype.
     """
 
     name: ClassVar[str] = "inverse"
@@ -75,13 +75,14 @@ class Inverse(Inverses):
 
     @property
     def form(self) -> Form:
-        """The description for the plan."""
+        """The plan's description of this preconditioner."""
         return SPLIT if self.split_damping else WHOLE
 
     def added(self, means: Means, damping: float, relative: bool) -> Tensor:
         """Return the damping of a factor, `[]` or `[groups]`.
 
-        A factor whose partner is the identity gets all of the damping.
+        The factor gets all of the damping if the other side is the identity, or if A and G do not
+        split the damping.
         """
         ratio = means.ratio if self.split_damping else None
         if relative:

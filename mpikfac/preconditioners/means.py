@@ -16,9 +16,10 @@ Factors = tuple[Factor, ...]
 def mean_eigenvalues(
     keys: Iterable[Factors], packed: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[Factors, Tensor]:
-    """Return, for each key, the mean eigenvalue of its factors, `[groups]`.
+    """Return, for each key (a tuple of factors), the mean eigenvalue of its factors, `[groups]`.
 
-    The tensors are views of one vector. Keys whose factors are not all in `packed` are left out.
+    The returned tensors are views of one vector. Keys whose factors are not all in `packed` are
+    left out.
 
     Args:
         packed: triangles of factors, by name.
@@ -35,7 +36,7 @@ def mean_eigenvalues(
 
 
 def repeated(numbers: Iterable[float], groups: Iterable[int], tensor: Tensor) -> Tensor:
-    """Return each number, repeated for its groups, on `tensor`'s device; the host does not wait."""
+    """Return each number, once per group, on `tensor`'s device; the host does not wait."""
     values = [number for number, count in zip(numbers, groups) for _ in range(count)]
     return torch.tensor(values, dtype=tensor.dtype).to(tensor.device, non_blocking=True)
 

@@ -31,8 +31,8 @@ class NewtonMuon(Inverses):
     times this inverse. A layer in which only the bias is trained uses G instead.
 
     Attributes:
-        dtype: the dtype in which inverses are kept, sent and multiplied; None for that of the
-            model.
+        dtype: the dtype in which inverses are kept, sent and multiplied; None for the model's
+            dtype.
     """
 
     name: ClassVar[str] = "newton-muon"

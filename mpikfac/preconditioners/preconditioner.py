@@ -27,9 +27,10 @@ class Means(NamedTuple):
     """Mean eigenvalues, each `[]`, or `[groups]` for a layer with groups.
 
     Attributes:
-        factor: the mean of the factor to decompose.
+        factor: the mean eigenvalue of the factor to decompose.
         ratio: the mean over all factors of the same side, A or G, divided by the mean of the other
-            side; None if the other side is the identity, or the form does not need `both`.
+            side; None if the other side is the identity, or if the damping of A does not depend on
+            G, nor that of G on A (`Form.both`).
     """
 
     factor: Tensor
@@ -38,7 +39,7 @@ class Means(NamedTuple):
 
 @dataclass
 class Held:
-    """A layer's decompositions as views of the arena, created once for all directions.
+    """A layer's decompositions, as views of an arena, created once and used for all directions.
 
     Attributes:
         a: the blocks of A, by kind ("vectors").
@@ -87,7 +88,10 @@ class Defaults:
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def intervals(self, budget: Budget, stagger: int) -> tuple[float | Schedule, float | Schedule]:
-        """Return both intervals; the default, lengthened by the budget, replaces None."""
+        """Return the intervals between updates of factors, and between decompositions.
+
+        The default interval, lengthened by the budget, replaces None.
+        """
         usual = budget.stretched(usual_intervals(stagger))
         factors, bases = self.factor_update_steps, self.inv_update_steps
         return (
@@ -118,12 +122,12 @@ class Preconditioner(Choice):
 
     @property
     def form(self) -> Form:
-        """The description for the plan; usually a class attribute."""
+        """The plan's description of the preconditioner; usually a class attribute."""
         raise NotImplementedError(f"{type(self).__name__} does not set form")
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of decompositions, as kept, sent and multiplied; None for that of the model."""
+        """The dtype in which decompositions are kept, sent and multiplied; None for the model's."""
         return None
 
     def attach(self, bases: Any) -> Iterable[Any]:

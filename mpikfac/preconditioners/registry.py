@@ -19,7 +19,7 @@ TYPES = (
     *(Shampoo, KLShampoo, SOAP, Muon, NorMuon, NewtonMuon),
 )
 PRECONDITIONERS: dict[PreconditionerName, Preconditioner] = {kind.name: kind() for kind in TYPES}
-"""The preconditioners that layers can name, with their defaults."""
+"""The preconditioners that layers can name, with their default settings."""
 
 
 def named_preconditioner(preconditioner: PreconditionerName | Preconditioner) -> Preconditioner:
@@ -48,7 +48,7 @@ def preconditioners_by_name(
 
 
 def forms(preconditioner: PreconditionerName | Preconditioner) -> tuple[Form, ...]:
-    """Return the descriptions for a plan: the run's preconditioner first, then all others."""
+    """Return the forms of all preconditioners, for a plan: the run's own first."""
     return tuple(entry.form for entry in preconditioners_by_name(preconditioner).values())
 
 

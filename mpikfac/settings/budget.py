@@ -24,8 +24,8 @@ from mpikfac.plan import operations as operations_of
 from mpikfac.settings.schedule import SETTLED, Schedule, evaluate
 from mpikfac.settings.usual import Intervals
 
-AT_FIRST = 1.0  # the minimum budget before step `SETTLED`
-LEAST_PASSES = 2**27  # multiplications; with fewer, most of a step is spent on other things
+AT_FIRST = 1.0  # the minimum share of a budget before step `SETTLED`
+LEAST_PASSES = 2**27  # multiplications in the passes; with fewer, a step mostly does other things
 LEAST_BLOCK = 128
 WIDE = 1024  # factors up to this order are not cut before the first batch is known
 
@@ -41,23 +41,23 @@ class Updates(NamedTuple):
 class Budget:
     """Cut factors and lengthen intervals, so that K-FAC stays cheap compared to a batch's passes.
 
-    Cutting factors bounds the cost of directions, and longer intervals bound that of updates. Both
-    depend only on the plan and the first batch with statistics, over all ranks together, so they
-    are the same on all machines, on any number of ranks, and after a restart.
+    Cutting factors bounds the cost of directions, and longer intervals bound that of updates. Cuts
+    and intervals depend only on the plan and the first batch with statistics, over all ranks
+    together, so they are the same on all machines, on any number of ranks, and after a restart.
 
     Args:
         share: the maximum number of operations for statistics and decompositions, averaged over an
-            interval and relative to the operations of the passes; at least 1 during the first 160
-            steps. None for no limit.
-        cuts: whether factors can be cut.
+            interval and relative to the operations of the forward and backward passes; at least 1
+            during the first 160 steps. None for no limit.
+        cuts: whether factors may be cut into blocks.
 
     Raises:
         ValueError: `share` is not positive.
 
     Attributes:
-        seen: the number of vectors of each layer in the first batch; empty before it.
-        operations: the operations of each layer; empty before the first batch.
-        total: the operations of all layers together.
+        seen: the numbers of vectors of each layer in the first batch; empty before this batch.
+        operations: the operation counts of each layer; empty before the first batch.
+        total: the operation counts of all layers together.
     """
 
     share: float | None = 0.3
@@ -76,10 +76,11 @@ class Budget:
     def cut(self, layer: LayerShape, spatial: bool = False) -> LayerShape:
         """Return the layer with its factors cut into blocks.
 
-        A block has at most 128 rows or, if that is more, half as many as a batch has vectors. With
-        larger blocks, a direction would cost more than the passes of the layer, and a batch would
-        have too few vectors to estimate them. Layers without vectors in the batch, such as
-        embeddings, stay whole. Before the first batch, only wide layers without pixels are cut.
+        A block has at most 128 rows or, if that is more, half as many rows as the layer has vectors
+        in the first batch. With larger blocks, a direction would cost more than the passes of the
+        layer, and a batch would have too few vectors to estimate the blocks. Layers without vectors
+        in the batch, such as embeddings, stay whole. Before the first batch, only layers with a
+        factor of more than 1,024 rows are cut, and only if their vectors are not patches.
 
         Args:
             layer: a layer with whole factors.
@@ -123,7 +124,7 @@ class Budget:
         return Intervals(*map(longer, usual))
 
     def _stretch(self, updates: Updates, step: int) -> int:
-        """Return the smallest whole number that satisfies the budget for `updates` per step."""
+        """Return the smallest whole multiplier of intervals that keeps `updates` in the budget."""
         if self.share is None or not self.operations:
             return 1
         share = self.share if step >= SETTLED else max(AT_FIRST, self.share)
@@ -150,21 +151,21 @@ def budget_of(
         intervals: the intervals set by the user, a strategy or a preconditioner; None for the
             default.
         form: the form of the run's preconditioner.
-        rule: the rule for the factors of layers.
+        rule: the function that sets the form of each layer's factors; see `Coverage`.
     """
     free = share is not None and all(interval is None for interval in intervals)
     of_vectors = form.of == "statistics" and form.keeps == "matrix" and not form.rescaled
-    # Cutting factors requires parts that can be rebuilt.
+    # Cutting factors after the first batch requires parts of the trainer that can be rebuilt.
     fixed = strategy.refresh.servers or strategy.sync.local_steps
     cuts = free and of_vectors and rule is default_rule and not fixed
     return Budget(share if free else None, cuts)
 
 
 def seen_in(text: str) -> dict[str, Seen]:
-    """Parse the sizes of a run's first batch.
+    """Parse the sizes of a run's first batch, as returned by `Budget.text`.
 
     Raises:
-        ValueError: the text has a different form.
+        ValueError: the text does not contain valid counts of vectors.
     """
     try:
         seen = {name: Seen(**counts) for name, counts in json.loads(text or "{}").items()}
@@ -179,7 +180,7 @@ def seen_in(text: str) -> dict[str, Seen]:
 
 
 def _updates(interval: Schedule, settled: int) -> float:
-    """Return the updates per step once intervals are settled, or their average before that."""
+    """Return the updates per step from step 160 on if `settled`, otherwise the mean before it."""
     steps = [SETTLED] if settled else range(SETTLED)
     return sum(1 / evaluate(interval, step) for step in steps) / len(steps)
 
@@ -190,7 +191,7 @@ def cost(
     factor_update_steps: float | Schedule,
     inv_update_steps: float | Schedule,
 ) -> tuple[float, str]:
-    """Return the operations of a step relative to those of its passes, and a line to report them.
+    """Return a step's operations relative to those of its passes, and a line with this ratio.
 
     Uses the intervals from step 160 on, when they no longer grow.
     """

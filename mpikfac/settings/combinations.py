@@ -35,4 +35,4 @@ SETTINGS: tuple[Combination, ...] = (
         any_of=True,
     ),
 )
-"""What the settings of `KFAC` require; the requirements of a preconditioner are in its file."""
+"""What settings of `KFAC` require of others; a preconditioner's requirements are in its file."""

@@ -86,7 +86,7 @@ class Damping:
             networks, and need not be tuned as gradients shrink.
 
     Raises:
-        ValueError: a number is not positive at step 0, or both are set.
+        ValueError: the damping is not positive at step 0, or both `value` and `relative` are set.
     """
 
     value: float | Schedule | LevenbergMarquardt | None = None
@@ -105,17 +105,17 @@ class Damping:
 
     @property
     def number(self) -> float | Schedule | LevenbergMarquardt:
-        """The number that is set, `value` or `relative`."""
+        """Whichever of `value` and `relative` is set."""
         number = self.value if self.relative is None else self.relative
         assert number is not None, "one of the two numbers is set"
         return number
 
     @property
     def is_relative(self) -> bool:
-        """Whether the number is a multiple of the mean eigenvalue."""
+        """Whether the damping is a multiple of the mean eigenvalue."""
         return self.relative is not None
 
     @property
     def adapted(self) -> LevenbergMarquardt | None:
-        """The number, if `KFAC.update_damping` adapts it; None otherwise."""
+        """The damping, if `KFAC.update_damping` adapts it; None otherwise."""
         return self.number if isinstance(self.number, LevenbergMarquardt) else None

@@ -70,7 +70,7 @@ class Subsample:
         """Return the selected examples of a call.
 
         Args:
-            begin: the position of the first example, as a fraction of the distance, in [0, 1).
+            begin: the offset of the first example, as a fraction of the distance, in [0, 1).
         """
         distance = self.distance or usual_distance(examples, vectors, self.shares, self.order)
         return slice(int(begin * min(distance, examples)), None, distance)
@@ -131,8 +131,9 @@ class Estimator:
             statistics of a batch.
         num_per_example_loss_terms: the number of positions per example over which the loss is
             averaged, such as the tokens of a text or the pixels to segment. With
-            fisher_type="empirical", G is multiplied by this number, so that a damping means the
-            same for all types of Fisher matrix; "mc" and "type-2" take the number from the outputs.
+            fisher_type="empirical", G is multiplied by this number, so that the same damping
+            has the same effect for all types of Fisher matrix; "mc" and "type-2" take the number
+            from the outputs.
 
     Raises:
         ValueError: a choice is invalid.
@@ -166,7 +167,7 @@ class Estimator:
 
     @property
     def of_loss(self) -> bool:
-        """Whether the statistics use the backward passes of the loss, not those of `turns`."""
+        """Whether the statistics use the loss's backward passes, not those that `turns` yields."""
         return self.fisher_type in ("empirical", "forward-only")
 
     def subsampled(self, layer: PlannedLayer, shares: int) -> Subsample:
@@ -179,14 +180,15 @@ class Estimator:
     def turns(
         self, outputs: Sequence[Tensor], losses: Sequence[Loss]
     ) -> Iterator[tuple[Turn, list[Tensor]]]:
-        """Yield the backward passes that replace the loss's pass, and their initial gradients.
+        """Yield backward passes that replace the loss's backward pass, and their initial gradients.
 
         Args:
             outputs: the outputs of each head.
-            losses: the loss of each head; the total loss is their sum.
+            losses: the type of each head's loss; the total loss is the sum over heads.
 
         Raises:
-            ValueError: a loss is unknown, or "type-2" is used for outputs with positions.
+            ValueError: the numbers of outputs and losses differ, or "type-2" is used for outputs
+                with positions.
         """
         import torch
 

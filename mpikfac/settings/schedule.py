@@ -19,7 +19,7 @@ def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
     """Return the value of a number or a schedule at `step`.
 
     Raises:
-        ValueError: it is not a finite number >= 0; the message refers to it as `name`.
+        ValueError: the value is not a finite number >= 0; the message refers to it as `name`.
     """
     if callable(value):
         return check_size(f"schedule {name} at step {step}", value(step))
@@ -27,7 +27,7 @@ def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
 
 
 def every(interval: float | Schedule, step: int, name: str = "interval") -> bool:
-    """Return whether `step` is a multiple of the interval (in steps) at `step`.
+    """Return whether `step` is a multiple of the interval's value at `step`, in steps.
 
     Step 0 is a multiple of every interval.
 
@@ -103,7 +103,7 @@ def growing(interval: int, multiple: int = 1) -> Schedule:
     factors are averages of few batches and weights change fastest.
 
     Args:
-        multiple: a number that divides all intervals.
+        multiple: a number of which the interval is a multiple at every step.
     """
     tenths = ((20, 1), (40, 2), (80, 4), (SETTLED, 8), (math.inf, 10))
 

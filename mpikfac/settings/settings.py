@@ -24,8 +24,8 @@ class Numbers:
         momentum: the momentum of gradients, before they are preconditioned.
         refreshes: whether a refresh of decompositions, or one slot of it, begins.
         turn: the slot of the refresh that `step` belongs to; None without slots.
-        factor_update_steps: the interval between updates of factors, for the next step.
-        inv_update_steps: the interval between decompositions, for the next step.
+        factor_update_steps: the interval between updates of factors, as of the next step.
+        inv_update_steps: the interval between decompositions, as of the next step.
     """
 
     step: int
@@ -51,7 +51,8 @@ class Settings:
     Their values at step 0 are checked on construction, later ones when a step evaluates them.
 
     Raises:
-        ValueError: a value is out of bounds; the message names it.
+        ValueError: a value is out of bounds, or gradient momentum is combined with a clip; the
+            message names the setting.
     """
 
     damping: Damping
@@ -107,7 +108,7 @@ class Settings:
         return in_force(name, setting, step, below)
 
     def due(self, name: str, step: int, turns: int = 1) -> bool:
-        """Return whether an interval, or one of its `turns` slots, begins at `step`.
+        """Return whether the interval `name`, or one of its `turns` slots, begins at `step`.
 
         Raises:
             ValueError: the interval is not a multiple of `turns`.
@@ -117,7 +118,7 @@ class Settings:
         return step % self._between(name, step, turns) == 0
 
     def begin(self, step: int) -> float:
-        """Return the offset of an update's first example, as a fraction of the distance, in [0, 1).
+        """Return the offset of an update's first example, in distances between examples, in [0, 1).
 
         The offsets of consecutive updates are spread evenly, for any interval between them.
         Otherwise, some positions could be skipped forever in batches whose examples are frames or
@@ -131,7 +132,7 @@ class Settings:
         return step // self._between("inv_update_steps", step, turns) % turns
 
     def _between(self, name: str, step: int, turns: int) -> int:
-        """Return the number of steps from one slot to the next."""
+        """Return the number of steps from one of the `turns` slots of an interval to the next."""
         interval = evaluate(getattr(self, name), step, name)
         if interval % turns:
             raise ValueError(f"{name}={interval!r} must be a multiple of stagger={turns}")

@@ -23,7 +23,7 @@ from mpikfac.numerics import squares
 
 
 def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
-    """Return `sum(x x^T)` `[groups, c, c]` over pixels of images `[batch, channels, *size]`."""
+    """Return `sum(x x^T)` `[groups, c, c]` over pixels of images `[batch, groups * c, *size]`."""
     x = x.unsqueeze(2).flatten(2, -2)  # this makes images two-dimensional
     channels, pixels = x.shape[1] // groups, x.shape[2] * x.shape[3]
     if groups > 1 and channels == 1:
@@ -43,22 +43,23 @@ def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
 
 
 def by_correlation(x: Tensor, window: Window, groups: int = 1) -> Tensor:
-    """Return `sum(a a^T)` `[groups, inputs, inputs]` of a stride-1 convolution.
+    """Return `sum(a a^T)` `[groups, inputs, inputs]` over the patches of a stride-1 convolution.
 
     The products of two patch elements at offsets o and o', summed over output positions, are the
     autocorrelation of `x` at o' - o. If the sum is over *all* positions at which a patch touches
-    `x`, it depends only on o' - o. The positions around the layer's output, which are not part of
-    the result, are then subtracted. Their patches cover little of `x`: only a thin strip along each
-    side if the layer is padded.
+    `x`, it depends only on o' - o. The terms of positions outside of the layer's
+    output are then subtracted. Patches at these positions cover little of `x`: only a thin strip
+    along each side if the layer is padded.
     """
     total = _sum_inside(channels_last(x), window, groups, (0, 1))
     return total.permute(4, 5, 0, 1, 6, 2, 3).flatten(4).flatten(1, 3)
 
 
 def _sum_inside(x: Tensor, window: Window, groups: int, dims: tuple[int, ...]) -> Tensor:
-    """Return `sum(a a^T)` `[kh, kw, kh, kw, groups, c, c]` over the output positions in `dims`.
+    """Return `sum(a a^T)` `[kh, kw, kh, kw, groups, c, c]` over patches of `x`.
 
-    In all other dimensions, the sum is over all positions at which a patch touches `x`.
+    In the dimensions `dims`, the sum is over the positions of the layer's output; in all others,
+    over all positions at which a patch touches `x`.
     """
     if not dims:
         return _sum_everywhere(x, window, groups)
@@ -76,10 +77,11 @@ def _sum_inside(x: Tensor, window: Window, groups: int, dims: tuple[int, ...]) -
 def _strip(
     x: Tensor, window: Window, groups: int, dim: int, side: int
 ) -> tuple[Tensor, Window, slice]:
-    """Return the strip of `x` seen by patches before or after the output positions of a dimension.
+    """Return the strip of `x` seen by patches before or after the output positions along `dim`.
 
-    In these patches, the `hidden` outermost taps see only zeros outside of `x`. The remaining
-    taps become channels of the strip, so that every pixel along `dim` stands for one position.
+    In these patches, the outermost kernel elements ("taps") along `dim` see only zeros outside of
+    `x`. The remaining taps become channels of the strip, so that every pixel along `dim` stands for
+    one position.
 
     Returns:
         The strip `[batch, groups * taps * c, ...]`, transposed if `dim` is 1; its window; and the
@@ -107,7 +109,7 @@ def _strip(
 
 
 def _taps_from_channels(total: Tensor, dim: int, shape: torch.Size) -> Tensor:
-    """Return the sum over a strip, with the taps of `dim` moved from channels to the kernel."""
+    """Return a strip's `sum(a a^T)`, with the taps of `dim` moved from channels to the kernel."""
     kernel, groups, channels = shape[:2], shape[4], shape[-1]
     taps, length = kernel[dim], kernel[1 - dim]
     total = total.view(length, length, groups, taps, channels, taps, channels)
@@ -117,8 +119,8 @@ def _taps_from_channels(total: Tensor, dim: int, shape: torch.Size) -> Tensor:
 def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
     """Return `sum(a a^T)` `[kh, kw, kh, kw, groups, c, c]` over all positions that touch `x`.
 
-    A position touches `x` if its patch does. The sum for a pair of offsets is the autocorrelation
-    at their difference, so the result is a block Toeplitz matrix.
+    A position touches `x` if its patch does. The sum for a pair of kernel offsets is the
+    autocorrelation at their difference, so the result is a block Toeplitz matrix.
     """
     kh, kw = window.kernel
     if kh == kw == 1:
@@ -134,7 +136,10 @@ def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
 
 @cache
 def _differences(kh: int, kw: int, device: torch.device) -> Tensor:
-    """Return, for each pair of offsets, the index of their difference, `[(kh * kw)**2]`."""
+    """Return, for each pair of kernel offsets, the index of their difference, `[(kh * kw)**2]`.
+
+    Differences are numbered row by row, beginning with `(1 - kh, 1 - kw)`.
+    """
     rows, columns = torch.arange(kh, device=device), torch.arange(kw, device=device)
     down = (rows - rows[:, None])[:, None, :, None] + kh - 1
     right = (columns - columns[:, None])[None, :, None, :] + kw - 1
@@ -144,8 +149,8 @@ def _differences(kh: int, kw: int, device: torch.device) -> Tensor:
 def _autocorrelation(x: Tensor, window: Window, groups: int) -> Tensor:
     """Return `sum_u x[c, u] x[d, u + delta]` `[groups, c, d, kh, 2 kw - 1]`, row differences >= 0.
 
-    This is one call of the weight-gradient kernel, with `x` in both roles; negative row differences
-    follow by symmetry.
+    This is one call of the weight-gradient kernel, with `x` as both the input and the
+    output's gradient; values at negative row differences follow by symmetry.
     """
     (kh, kw), (below, right) = window.kernel, window.reach
     lower = torch.cat([x, torch.zeros_like(x[:, :, :below])], 2) if below else x
@@ -176,9 +181,9 @@ def can_correlate(x: Tensor, window: Window) -> bool:
 def worth_correlating(x: Tensor, window: Window) -> bool:
     """Return whether `by_correlation` takes much less work than copying all patches.
 
-    Work is measured in products per example and pair of channels; the rule was fitted to times on
-    CPU cores. On a GPU, which runs small kernels faster than the host launches them, patches are
-    always used, because they need the fewest kernels.
+    Work is measured in multiplications per example and pair of channels; the rule was fitted to
+    times measured on CPU cores. On a GPU, which runs small kernels faster than the host launches
+    them, patches are always used, because they need the fewest kernels.
     """
     if x.is_cuda or x.is_xpu:
         return False
@@ -194,7 +199,7 @@ def worth_correlating(x: Tensor, window: Window) -> bool:
 
 
 def _in_kernel(x: Tensor) -> bool:
-    """Return whether the weight-gradient kernel is faster than matrix products, as in oneDNN."""
+    """Return whether the weight-gradient kernel is oneDNN's, which beats matrix products."""
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
 
 

@@ -45,7 +45,7 @@ class ConvLayer(Layer):
         super().__init__(name, module)
 
     def whole_shape(self) -> LayerShape:
-        """Return the shape, with the orders of a single group's factors."""
+        """Return the layer's shape, in which the factors' orders are those of a single group."""
         module, groups = self.module, self.module.groups
         outputs = module.out_channels // groups
         if self.bias_alone:
@@ -54,14 +54,14 @@ class ConvLayer(Layer):
         return LayerShape(self.name, fan_in + self.bias, outputs, groups)
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the image from which patches are taken, without its zero padding."""
+        """Return the image from which patches are taken, before it is padded with zeros."""
         if self.transposed:
             return self._spread(self.module, x, self._output_padding(x, g))[0]
         ends = [end for both in reversed(self._around) for end in both]
         return F.pad(x, ends, mode=self.module.padding_mode) if ends else x
 
     def sum_of_squares(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return the sum of the squared elements of `a` `[inputs]`, or of `g` `[outputs]`."""
+        """Return the elementwise sum of squares of all `a` `[inputs]`, or all `g` `[outputs]`."""
         return self.first_moment(side, x.square(), g.square())
 
     def input_sum(self, x: Tensor) -> Tensor:
@@ -97,11 +97,11 @@ class ConvLayer(Layer):
         return super().form(side), window
 
     def side_by_side(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return images with the channels of all layers."""
+        """Join several layers' images, or their gradients, along the channels."""
         return torch.cat(tuple(tensors), 1)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return patches, and the gradients of the output pixels computed from them."""
+        """Return all patches, and the gradient of the output pixel computed from each of them."""
         groups, pixels = self.shape.groups, g.flatten(2)
         if self.transposed:  # the image from which patches are taken is flipped
             pixels = pixels.flip(2)
@@ -120,9 +120,10 @@ class ConvLayer(Layer):
     def projections(
         self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return patches and gradients times vectors, computed as a convolution with few channels.
+        """Return patches times `of_inputs`, and gradients times `of_outputs`.
 
-        The results have the dtype of `g`, but at least float32.
+        The first product is computed as a convolution with few channels. Both results have
+        the dtype of `g`, but at least float32.
         """
         groups, dtype = self.shape.groups, torch.promote_types(g.dtype, torch.float32)
         vectors, module = of_inputs.shape[-1], self.module
@@ -136,7 +137,10 @@ class ConvLayer(Layer):
         return a, b
 
     def _convolved(self, x: Tensor, kernels: Tensor, g: Tensor) -> Tensor:
-        """Convolve as in the call with gradients `g`, but with different kernels and no bias."""
+        """Convolve `x` as in the forward pass, but with `kernels` for the weight and no bias.
+
+        The size of `g`, the gradient of the call's output, determines the output padding.
+        """
         module, dims = self.module, len(self.module.kernel_size)
         stride, dilation, groups = module.stride, module.dilation, module.groups
         if self.transposed:
@@ -155,7 +159,7 @@ class ConvLayer(Layer):
         return by_group.transpose(1, 2)
 
     def _output_padding(self, x: Tensor, g: Tensor) -> list[int]:
-        """Derive a call's `output_padding` from sizes, because calls can set `output_size`."""
+        """Derive a call's `output_padding` from tensor sizes; a call can set its `output_size`."""
         cuts = [int(cut) for cut in self.module.padding]
         each = zip(x.shape[2:], self.module.stride, cuts, self._window.reach)
         least = [(n - 1) * stride - 2 * cut + reach + 1 for n, stride, cut, reach in each]

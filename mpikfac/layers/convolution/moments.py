@@ -87,7 +87,7 @@ def input_means(x: Tensor, window: Window, bias: bool, groups: int = 1) -> Tenso
 
 
 def _patch_sum(x: Tensor, window: Window, groups: int) -> Tensor:
-    """Return `sum(a a^T)` `[groups, inputs, inputs]`, without the bias."""
+    """Return `sum(a a^T)` `[groups, inputs, inputs]` over all patches, without the bias."""
     if not any(window.reach) and not any(map(any, window.padding)):
         return pixel_sum(x[every(window.stride)], groups)
     image, plane = planar(x, window)

@@ -32,12 +32,13 @@ class ProjectionLayer(InnerLayer):
 
 
 class ProjectionsLayer(Layer):
-    """Cover the query, key and value projections with joint parameters, as one group each.
+    """Cover query, key and value projections stored in one weight or bias, as one group each.
 
     The groups have separate factors and numbers of positions, like three linear layers.
 
     Args:
-        watched: for each group, the weight whose product is to be found, and the index of its part.
+        watched: for each group, the weight whose product is to be found in autograd's graph, and
+            the index of the group's part of this weight.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class ProjectionsLayer(Layer):
 
 
 def attention_layers(name: str, module: nn.Module) -> list[Layer]:
-    """Return an attention's trained projections of query, key and value, and of the result."""
+    """Return layers for an attention's trained query, key, value and output projections."""
     assert isinstance(module, nn.MultiheadAttention)
     prefix, packed, out = f"{name}." if name else "", module.in_proj_weight, module.out_proj
     layers: list[Layer] = []
@@ -92,7 +93,7 @@ def attention_layers(name: str, module: nn.Module) -> list[Layer]:
 
 
 def _apart(prefix: str, module: nn.MultiheadAttention) -> list[Layer]:
-    """Return the layers of an attention with `kdim` or `vdim`: three weights and a joint bias."""
+    """Return an attention's input projections with `kdim` or `vdim`: only the bias is joint."""
     weights = {source: getattr(module, f"{source[0]}_proj_weight") for source in SOURCES}
     trained = {source: weight for source, weight in weights.items() if weight.requires_grad}
     layers: list[Layer] = [

@@ -23,13 +23,13 @@ PASSED_ON = (TRANSPOSED, "ToCopyBackward0", *SPLIT)  # nodes between a weight an
 
 
 class InnerLayer(Layer):
-    """Cover a linear layer inside a module, with the gradient from the node of its product.
+    """Cover a linear layer inside a module; its product's graph node receives the gradient.
 
     A module can multiply by the whole weight in one product, or by parts of it in several products.
 
     Args:
         source: the module's argument that is the layer's input; "" if there is none.
-        watched: the weight whose products are to be found.
+        watched: the weight whose products are to be found in autograd's graph.
         part: the index of the layer's first row in `watched`, in units of the layer's outputs.
 
     Raises:
@@ -53,7 +53,7 @@ class InnerLayer(Layer):
         self._watched = place_of(module, watched)
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """Return the product's input, and a function that registers a hook on its gradient.
+        """Return a product's input, and a function that registers a hook on its output's gradient.
 
         The first dimension of the input and the gradient is the batch.
         """
@@ -130,7 +130,7 @@ def products_with(weight: Tensor, last: Node, inputs: Iterable[Tensor]) -> list[
 
 
 def _part_of(weight: Tensor, node: Node, output: int) -> int | None:
-    """Return which part of the transposed weight a node passes on; None if it passes on none."""
+    """Return the index of the part of the transposed weight that a node passes on; None if none."""
     transposed, part = False, 0
     while node is not None and node.name() in PASSED_ON:
         transposed |= node.name() == TRANSPOSED

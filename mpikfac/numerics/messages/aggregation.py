@@ -14,7 +14,7 @@ from mpikfac.plan import Aggregation
 
 
 class ByVector:
-    """Aggregate shards with a stateless rule; the base class for rules with state.
+    """Aggregate shards of vectors with a stateless rule; the base class for rules with state.
 
     Attributes:
         memory: tensors that the rule keeps from step to step, by name; initially zero.
@@ -40,7 +40,7 @@ class ByVector:
             tensor.zero_()
 
     def products(self, parts: Tensor) -> Tensor:
-        """Return the shard's inner products, `[..., rows, rows]` in float64, to be reduced.
+        """Return the inner products of `rows`, `[..., rows, rows]` in float64, to be all-reduced.
 
         Args:
             parts: the shards of all ranks' vectors, `[ranks, n]`.
@@ -49,15 +49,15 @@ class ByVector:
         return wide @ wide.mT
 
     def rows(self, parts: Tensor) -> Tensor:
-        """Return rows `[..., rows, n]` whose inner products are reduced over ranks."""
+        """Return the rows `[..., rows, n]` whose inner products are all-reduced: here, `parts`."""
         return parts
 
     def combine(self, products: Tensor, parts: Tensor) -> Tensor:
-        """Return the shard of the result, `[n]`.
+        """Return this rank's shard of the aggregated vector, `[n]`.
 
         Args:
             products: the sum of the `products` of all shards.
-            parts: the same as for `products`.
+            parts: the shards of all ranks' vectors, `[ranks, n]`.
         """
         return combined(parts, self.rule.weights(products))
 

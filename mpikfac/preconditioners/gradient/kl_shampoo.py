@@ -26,7 +26,7 @@ class KLShampoo(Roots):
     decomposition, they are the identity.
 
     Attributes:
-        dtype: the dtype in which roots are kept, sent and multiplied; None for that of the model.
+        dtype: the dtype in which roots are kept, sent and multiplied; None for the model's dtype.
     """
 
     name: ClassVar[str] = "kl-shampoo"

@@ -22,7 +22,7 @@ def needs_of(name: str, grafting: Mapping[str, object]) -> tuple[Combination, ..
     """Return the requirements of a preconditioner that uses the averaged gradient.
 
     Args:
-        grafting: the grafting that the preconditioner requires.
+        grafting: the settings of the grafting that the preconditioner requires, by name.
     """
     one, usual = (name,), {"refresh.tolerance": 0, "adapted": None, "rank": None}
     return (

@@ -10,7 +10,7 @@ from mpikfac.preconditioners.preconditioner import Held
 
 
 def turned_back(step: Tensor, held: Held) -> Tensor:
-    """Return `QL step QR'`, `[outputs, inputs]`, for eigenvectors QL and QR."""
+    """Return `QL step QR'`, `[outputs, inputs]`: a step rotated back from eigenbases QL and QR."""
     a, g = held.a["vectors"], held.g["vectors"]
     return from_right(from_left(g, step.to((*a, *g)[0].dtype)), a, transpose=True)
 
@@ -30,7 +30,7 @@ def damped_squares(rotated: Tensor, held: Held) -> Tensor:
 
 
 def _shared(squares: Tensor, small: Side) -> Tensor:
-    """Return rows `[..., n]` with the entries of small eigenvalues replaced by their mean."""
+    """Return `squares`, with those of small eigenvalues replaced by their mean in each row."""
     if not small:
         return squares
     chosen = torch.cat(tuple(small), -1)[..., None, :].to(squares.dtype)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Moments(Preconditioner):
     """The base class of preconditioners that use second moments of the gradient's rows and columns.
 
-    A relative damping e is in units of the factor's mean eigenvalue.
+    The damping e, if relative, is in units of the factor's mean eigenvalue.
     """
 
     defaults: ClassVar[Defaults] = Defaults(
@@ -39,7 +39,8 @@ class Roots(Moments):
     """The base class of preconditioners that use inverse roots of damped factors.
 
     Attributes:
-        exponent: the p in the roots `(L + e I)^-p` and `(R + e I)^-p`.
+        exponent: the p in the roots `(L + e I)^-p` and `(R + e I)^-p` of factors L and R with
+            damping e.
     """
 
     exponent: float
@@ -75,7 +76,7 @@ class Shampoo(Roots):
     Attributes:
         exponent: the exponent of each factor: 1/4 as published, or 1/2 [Morwani et al. 2024]. A
             layer with one factor, such as a scale, uses the same exponent.
-        dtype: the dtype in which roots are kept, sent and multiplied; None for that of the model.
+        dtype: the dtype in which roots are kept, sent and multiplied; None for the model's dtype.
 
     Raises:
         ValueError: the exponent is not positive.

@@ -40,8 +40,8 @@ class SOAP(Moments):
     eigenbases, and rotates it back [SOAP]. The damping is relative; see `damped_squares`.
 
     Attributes:
-        dtype: the dtype in which eigenbases are kept, sent and multiplied; None for that of the
-            model.
+        dtype: the dtype in which eigenbases are kept, sent and multiplied; None for the model's
+            dtype.
     """
 
     name: ClassVar[str] = "soap"
@@ -63,7 +63,7 @@ class SOAP(Moments):
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
-        """Return all eigenvectors, and 1 for each eigenvalue up to the damping, otherwise 0."""
+        """Return all eigenvectors, and a 1 for each eigenvalue up to the damping, else a 0."""
         values, vectors = numerics.eigenbasis(factor)
         bounds = numerics.damp(factor.new_zeros(factor.shape), damping).diagonal(dim1=-2, dim2=-1)
         return {"vectors": vectors, "small": (values <= bounds).to(values.dtype)}
