@@ -49,7 +49,7 @@ class Group:
         self._comm.Free()
 
     def check_alike(self, layer: str, x: Tensor) -> None:
-        """Check that all ranks of the group call the same layer, with inputs of one shape and dtype.
+        """Check that all ranks of a group call the same layer, with inputs of one shape and dtype.
 
         Collective over: group.
 
