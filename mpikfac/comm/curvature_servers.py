@@ -77,7 +77,7 @@ class SplitComm:
 
 
 def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
-    """Return a `SplitComm`: the last `curvature_servers` ranks become servers, the others train.
+    """Return a `SplitComm` of `comm`, whose last `curvature_servers` ranks serve; the others train.
 
         team = mpikfac.split_comm(comm, curvature_servers=1)
         if team.comm is None:

@@ -37,8 +37,9 @@ class Grid:
     """Arrange the ranks in `rows` x `columns`, with a communicator per column and per row.
 
     Rank r is in row `r // columns` and column `r % columns`. With split layers, there are also
-    communicators for tensor-parallel groups and for peers, which hold the same slices. Collective
-    over: world.
+    communicators for tensor-parallel groups and for peers, which hold the same slices.
+
+    Collective over: world.
 
     Attributes:
         world: the communicator of all ranks; statistics and gradients are reduced over it.

@@ -1,4 +1,4 @@
-"""Wrap a process group of torch.distributed as a communicator with the methods of mpi4py's.
+"""Wrap a process group of torch.distributed as a communicator, with the methods that mpikfac uses.
 
 Buffers in host memory need gloo. Device buffers are sent by the group's backend for the device,
 unless that is gloo, which needs copies in host memory; this has not been tested with NCCL.

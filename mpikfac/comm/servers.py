@@ -30,7 +30,7 @@ class Request(NamedTuple):
     Attributes:
         step: the step in which the client computed the update.
         wish: whether the client requests a meeting of all clients.
-        votes: the votes, averaged over the client's ranks.
+        votes: the client's votes in this step, averaged over its ranks.
         numbers: the parameter groups' hyperparameters that have changed on the client.
     """
 

@@ -283,7 +283,7 @@ def _limit() -> float | None:
     """Return the timeout that the environment sets, in seconds; None if it sets none.
 
     Raises:
-        UserError: the variable `TIMEOUT` is not a positive number below 1e9.
+        UserError: `MPIKFAC_WATCHDOG_TIMEOUT` is not a positive number below 1e9.
     """
     text = os.environ.get(TIMEOUT)
     if not text:

@@ -171,7 +171,7 @@ def nearest(
     sharing: int,
     codec: str | None = None,
 ) -> Sample | None:
-    """Return the measurement of a collective with the nearest number of ranks, or None.
+    """Return the measurement of a collective with the nearest number of ranks; None without any.
 
     Collectives on a single node are compared only with measurements on a single node, and those on
     several nodes only with measurements on several nodes. If none of these used the codec, those
@@ -343,7 +343,7 @@ def moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
 
 
 def moments(plan: Plan, rank: int) -> Iterator[int]:
-    """Yield the number of multiplications in each product for the factors of gradients on `rank`.
+    """Yield the multiplications in each product for factors of the averaged gradient on `rank`.
 
     Preconditioners that whiten the gradient first multiply it by the matrices of both sides.
     """

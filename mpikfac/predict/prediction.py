@@ -53,7 +53,7 @@ class Step:
         seconds: the duration of the step.
         exposed: the time in a step during which a rank waits for messages without computing.
         waiting: the time in a step during which a rank waits for slower ranks to compute.
-        overlapped: the time of messages that are sent during computations, hidden or not.
+        overlapped: the time of messages that are sent during computations, even if these hide it.
         sent: the bytes that a rank sends if all collectives are rings.
         stages: the time by stage, including the hidden time of overlapped messages.
     """
@@ -72,7 +72,7 @@ class Prediction:
 
     Attributes:
         mean: the mean over all steps, including the means of `stages` and `sent`.
-        ordinary: a step without new factors and new bases.
+        ordinary: a step without new factors or new bases.
         factors: a step with new factors, but no new bases.
         refresh: a step with new factors and new bases.
         memory: the bytes of the plan's arenas and of grafting, on the rank where they are largest.

@@ -215,7 +215,7 @@ def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterat
 def _of_turns(
     plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], kind: tuple[bool, bool]
 ) -> Step:
-    """Return the mean step over the slots of a refresh, and over exchanges of weights."""
+    """Return the mean over the slots of a refresh, and over steps with and without exchanges."""
     all_layers, *turns = plan.of(0).turns
     turns = turns if kind[1] and turns else [all_layers]
     share = plan.strategy.sync.share_of_steps
@@ -261,7 +261,7 @@ def _step(
     timed = [_timed(messages, plan, rank, machine) for rank, messages in seen.items()]
     messages = max(timed, key=lambda events: sum(event.seconds for event in events))
     parts = [_computations(plan, rank, machine, job, kind, turn) for rank in ranks]
-    spread = job.stragglers / math.sqrt(_together(plan, job))  # of the mean over the steps between two messages
+    spread = job.stragglers / math.sqrt(_together(plan, job))  # of the mean of several steps
     slowest = costs.expected_slowest(spread, plan.ranks)
     compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
     if refresh and plan.strategy.refresh.servers:

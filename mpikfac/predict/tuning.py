@@ -38,11 +38,11 @@ def choose(
     job: Job,
     forms: Forms,
 ) -> tuple[str, Strategy]:
-    """Return the name of the strategy with the shortest mean step, and the tuned strategy.
+    """Return the name of the strategy with the shortest mean step, and that strategy, tuned.
 
     Candidates are the strategies that the preconditioner supports and that give the same results as
-    a single process with the joined batch, without stale bases. Every candidate is first
-    adapted to the machine by `tuned`.
+    a single process with the joined batch, without stale bases. Every candidate is first adapted
+    to the machine by `tuned`.
 
     Raises:
         ValueError: the preconditioner supports no strategy; the message is the reason for which the
@@ -128,7 +128,7 @@ def _fusing(strategy: Strategy, fusion: int | tuple[int, ...]) -> Strategy:
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
-    """Return how many layers share each message, so that the last one finishes as early as possible.
+    """Return how many layers share each message, so that all finish as early as possible.
 
     Messages are listed front to back, but sent one after another, from the last layer to the first.
     A message begins once its layers are ready and the previous message has finished; each merged

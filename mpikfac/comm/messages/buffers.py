@@ -131,7 +131,10 @@ class Buffers:
         return joined
 
     def like(self, buffer: Any, use: str, count: int, pinned: bool = False) -> Any:
-        """Return a reusable buffer `[count]` like `buffer`; each `use` and dtype has its own."""
+        """Return a reusable buffer `[count]` with the dtype and device of `buffer`.
+
+        Each `use` and dtype has its own.
+        """
         if not isinstance(buffer, Tensor):
             return self.like(torch.from_numpy(buffer), use, count).numpy()
         memory = self._scratch.get((use, buffer.dtype))

@@ -149,8 +149,8 @@ class ProgressThread:
 
     def _ask(self, numbers: list[int]) -> Callable[[], list[int]]:
         """Start determining which messages are in `numbers` on all ranks."""
-        # `answer` refers to `everywhere`, a row of the array, and thus keeps both rows alive, which
-        # mpi4py does not do for non-blocking operations.
+        # Both buffers are rows of one array, which stays alive because `answer` refers to a row;
+        # mpi4py does not keep the buffers of non-blocking operations alive.
         ready, everywhere = np.zeros((2, self._numbered), np.uint8)
         ready[numbers] = 1
         request = self.comm.Iallreduce(ready, everywhere, MPI.BAND)

@@ -109,7 +109,10 @@ class Overlapped(Sender):
         divided: Sequence[Tensor] = (),
         urgency: int = 0,
     ) -> None:
-        """Start a sending thread; messages of arenas with a lower `urgency` are sent first."""
+        """Start the grid's sending thread, unless it runs already.
+
+        Messages of arenas with a lower `urgency` are sent first.
+        """
         super().__init__(grid, arena, messages, divided)
         self._sums = grid.overlapped(messages[None], arena.layout, arena.flat, urgency)
 
