@@ -151,7 +151,7 @@ class Watch:
         self._place = place
 
     def _on_failure(self, report: Callable[..., None], *failure: Any) -> None:
-        """Record that an exception ends the program, and call `report`, the previous hook."""
+        """Record that an exception ends the program, and call `report`, the previous `sys.excepthook`."""
         self._failed = True
         report(*failure)
 
@@ -239,7 +239,7 @@ class Watch:
             os._exit(CRASH)
 
     def _write_stacks(self, why: str) -> None:
-        """Write this rank's stack traces."""
+        """Print this rank's stack traces, preceded by `why`, the reason."""
         stacks = "\n".join(_stacks())
         _print(f"rank {self._rank} of {self._size}, {platform.node()}: {why}; stacks:\n{stacks}")
 

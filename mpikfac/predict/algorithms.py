@@ -222,7 +222,7 @@ def _ring_both_ways(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _pairwise(parts: np.ndarray, together: int) -> list[Round]:
-    """Send to the member at distance 1, 2, 3, ..., and receive a part from the opposite side."""
+    """Send a part to the member at distance 1, 2, 3, ...; receive one from the other direction."""
     ranks = len(parts)
     leave = Counter(min(k, together, ranks - k) for k in range(1, ranks))
     return [Round(parts.max(), _window(parts, count), n) for count, n in leave.items()]
@@ -235,14 +235,14 @@ def _all_at_once(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _pairwise_rows(sizes: np.ndarray, together: int) -> list[Round]:
-    """Send to the member at distance 1, 2, 3, ...; the bytes depend on both members."""
+    """Send to the member at distance 1, 2, 3, ...; sizes depend on the sender and the receiver."""
     members = np.arange(len(sizes))
     targets = (np.roll(members, -k) for k in members[1:])
     return [_busiest(members, to, sizes[members, to], together) for to in targets]
 
 
 def _all_rows_at_once(sizes: np.ndarray, together: int) -> list[Round]:
-    """Send to all members at once; the bytes depend on both members."""
+    """Send to all members at once; sizes depend on the sender and the receiver."""
     sources, targets = np.indices(sizes.shape)
     return [_busiest(sources.ravel(), targets.ravel(), sizes.ravel(), together)]
 

@@ -83,7 +83,7 @@ def agreement_seconds(plan: Plan, machine: Machine) -> float:
 
 
 def basis_seconds(size: int, plan: Plan, machine: Machine) -> float:
-    """Return the seconds to gather `size` bytes of bases, in equal parts, on a layer's workers."""
+    """Return the seconds to gather `size` bytes of bases, in equal parts, on gradient workers."""
     ranks, nodes, sharing = placed(plan.grid.team(0, "column"), plan, machine)
     return collective_seconds("Allgatherv", size, ranks, machine, nodes, sharing)
 
@@ -371,7 +371,7 @@ def product_seconds(multiplications: int, machine: Machine) -> float:
 
 
 def _preconditioner_of_vectors(plan: Plan) -> str:
-    """Return the name of a preconditioner in the plan that keeps vectors; "" if there is none."""
+    """Return the name of a preconditioner in the plan whose factors are vectors; "" without one."""
     return next(
         (layer.preconditioner.name for layer in plan.covered if layer.preconditioner.vector), ""
     )
@@ -386,7 +386,7 @@ def _of_vectors(seconds: float | None, machine: Machine, preconditioner: str) ->
 
 
 def stepped_share(plan: Plan, rank: int) -> float:
-    """Return the fraction of the model that `rank` updates."""
+    """Return the fraction of the model's elements that the optimizer on `rank` updates."""
     if sharding := plan.sharding:
         of_ranks = [sum(shards) for shards in zip(*(p.elements for p in sharding.parameters))]
         return of_ranks[rank] / sum(of_ranks[: sharding.shards])
