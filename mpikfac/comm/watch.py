@@ -151,7 +151,7 @@ class Watch:
         self._place = place
 
     def _on_failure(self, report: Callable[..., None], *failure: Any) -> None:
-        """Record that an exception ends the program, and call `report`, the previous `sys.excepthook`."""
+        """Record that an exception ends the program, and call `report`, the previous excepthook."""
         self._failed = True
         report(*failure)
 

@@ -83,7 +83,7 @@ def agreement_seconds(plan: Plan, machine: Machine) -> float:
 
 
 def basis_seconds(size: int, plan: Plan, machine: Machine) -> float:
-    """Return the seconds to gather `size` bytes of bases, in equal parts, on gradient workers."""
+    """Return the seconds to gather bases, `size` bytes in equal parts, on a layer's workers."""
     ranks, nodes, sharing = placed(plan.grid.team(0, "column"), plan, machine)
     return collective_seconds("Allgatherv", size, ranks, machine, nodes, sharing)
 
