@@ -86,7 +86,7 @@ class CheckpointWriter:
 
     @property
     def written(self) -> bool:
-        """Return whether this rank's part of the pending checkpoint has been written.
+        """Return whether this rank's shard of the pending checkpoint has been written.
 
         The result is also true if writing failed.
         """
@@ -115,7 +115,7 @@ class CheckpointWriter:
             self._shard.set_exception(error)
 
     def commit(self) -> Path | None:
-        """Wait for all ranks' parts and return the checkpoint's path; None if none is pending.
+        """Wait for all ranks' shards, and return the checkpoint's path; None if none is pending.
 
         Collective over: comm.
 
@@ -131,9 +131,9 @@ class CheckpointWriter:
         return final
 
     def abandon(self) -> None:
-        """Wait for this rank's part of the pending checkpoint, and discard the checkpoint.
+        """Wait until this rank's shard is written, and discard the pending checkpoint.
 
-        Used in runs that have lost ranks, whose parts never arrive.
+        Used in runs that have lost ranks, whose shards will never be complete.
 
         Collective over: none.
         """
@@ -229,7 +229,7 @@ class _Begun:
 
     final: Path
     step: int
-    names: list[str]  # items that this rank writes
+    names: list[str]  # the items that this rank writes
     sums: dict[str, int]  # checksums of items that other ranks also hold
     space: str
     held: list[dict[str, dict[str, Any]]]  # only rank 0 knows `held` and `shares`
@@ -266,7 +266,7 @@ def _begin(comm: Comm, root: Path, items: Mapping[str, Value], step: int, keep: 
 
 
 def _finish(comm: Comm, begun: _Begun, write: Callable[[], dict[str, Any] | None]) -> Path:
-    """Commit the checkpoint as soon as `write` is done on all ranks."""
+    """Commit the checkpoint as soon as `write` is done on all ranks; return its final path."""
     final = begun.final
     try:
         with together(comm, begun.doing), _naming(begun.space):
@@ -323,7 +323,7 @@ def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, An
 
 
 def _to_host(value: Tensor, buffer: Tensor | None) -> Tensor:
-    """Copy the value to host memory, into `buffer` if it matches; a GPU may still be copying it."""
+    """Copy a value to host memory, into `buffer` if it matches; a GPU may finish copying later."""
     if buffer is None or (buffer.dtype, buffer.shape) != (value.dtype, value.shape):
         buffer = torch.empty_like(value, device="cpu", pin_memory=not value.is_cpu)
     return buffer.copy_(value, non_blocking=True)
@@ -348,7 +348,10 @@ def _naming(space: str) -> Iterator[None]:
 
 
 def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
-    """Assign items, largest first, to the least loaded of their holders; return names by rank."""
+    """Assign each item to the least loaded of the ranks that hold it; return names by rank.
+
+    Items that only one rank holds are assigned first; of the other items, the largest come first.
+    """
     holders: dict[str, list[int]] = {}
     for rank, described in enumerate(held):
         for name, form in described.items():
@@ -370,7 +373,7 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
 
 
 def _written(write: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return what `write` returns; turn every error into one that all ranks report.
+    """Return what `write` returns; turn every error into one that `together` reports.
 
     Raises:
         UserError: `write` raised an error that `together` does not report, such as MemoryError.
@@ -384,7 +387,7 @@ def _written(write: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | Non
 
 
 def _compare(sums: Sequence[Mapping[str, int]]) -> None:
-    """Raise RanksDifferError if the bytes of an item differ between ranks."""
+    """Raise RanksDifferError if the checksum of an item differs between ranks."""
     first: dict[str, tuple[int, int]] = {}
     for rank, checksums in enumerate(sums):
         for name, value in checksums.items():

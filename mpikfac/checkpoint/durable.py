@@ -5,7 +5,8 @@
     root/step-000000100.replaced    complete; was about to be replaced by a newer one of step 100
     root/.step-000000080.deleted    being deleted, or left by a killed run
 
-Call all functions on a single rank, except `partial` and `write`. Collective over: none.
+Call all functions on a single rank, except `directory_of`, `partial`, `step_of` and `write`.
+Collective over: none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def directory_of(path: object) -> Path:
     """Return a user's path, with "~" replaced by the home directory.
 
     Raises:
-        ValueError: it is not a path.
+        ValueError: `path` is neither a str nor a pathlib.Path.
     """
     if not isinstance(path, str | Path):
         raise ValueError(f"the path of checkpoints must be a str or a pathlib.Path, not {path!r}")
@@ -106,7 +107,7 @@ def free(path: Path) -> int:
 
 
 def prune(final: Path, keep: int, sound: Callable[[Path], bool]) -> None:
-    """Delete the checkpoint replaced by `final`, and checkpoints older than the last `keep`.
+    """Delete the checkpoint replaced by `final`, and those older than the last `keep` sound ones.
 
     Links and files named like a checkpoint are ignored.
 

@@ -96,7 +96,7 @@ class Checkpoint(Mapping[str, Value]):
         step: the number of steps that the run had taken.
         writer: the version that wrote the checkpoint, such as "mpikfac 0.1.0"; "" if unknown.
         digest: the BLAKE3 digest of the manifest, and thus of the checkpoint's whole content.
-        shards: `size` in bytes and `digest` of every file.
+        shards: `size` in bytes and `digest` of every file, by file name.
 
     Raises:
         UserError: the item is not in the checkpoint, or the item's file is missing or damaged.
@@ -158,7 +158,7 @@ def make_manifest(
     shares: Sequence[Sequence[str]],
     shards: Sequence[dict[str, Any] | None],
 ) -> bytes:
-    """Return the manifest's text.
+    """Return the content of the manifest file.
 
     Args:
         held: descriptions of the items that each rank holds, by rank and name.
@@ -211,7 +211,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_form(manifest: Mapping[str, Any]) -> None:
-    """Check that the manifest has the form that `make_manifest` writes, whatever its digest."""
+    """Check that the manifest has the format that `make_manifest` writes, except for its digest."""
     numbers = [manifest["step"]]
     if not isinstance(writer := manifest.get("writer", ""), str):
         raise ValueError(f"has writer={writer!r}, which is not a str; use another checkpoint")

@@ -61,7 +61,7 @@ def note_end(root: str | Path) -> None:
 def starts_from(checkpoint: Checkpoint) -> int:
     """Return how many consecutive starts resumed from the checkpoint and committed no newer one.
 
-    A damaged record is ignored.
+    If `starts.json` is damaged, return 0.
     """
     with suppress(*UNREADABLE):
         counts = {digest: starts for _, digest, starts in _read(checkpoint.path.parent)}

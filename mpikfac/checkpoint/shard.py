@@ -3,7 +3,7 @@
 libhdf5 does not notice damage, and crashes if the disk is full, so it is never used to open files.
 For writing, it lays out the file in memory without the values, which plain writes then copy from
 tensors to the file. For reading, it parses bytes in memory, after their BLAKE3 digest has been
-checked.
+checked; only `read_around` lets it parse an unchecked file.
 """
 
 from __future__ import annotations

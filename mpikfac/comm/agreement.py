@@ -15,7 +15,7 @@ from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
 from mpikfac.errors import RankLostError, RanksDifferError, UserError
 
-CLOCK_READINGS = 50  # only the fastest reading counts, as most are slow on a busy machine
+CLOCK_READINGS = 50  # only the fastest round trip counts, as most are slow on a busy machine
 
 
 @contextmanager
@@ -27,6 +27,7 @@ def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterat
     `RanksDifferError` keeps its type.
 
     Args:
+        doing: what the body does, such as "reading checkpoint runs/step-000000120".
         untrusted: whether the body parses the content of a file; if so, a missing key, a wrong
             type or a wrong shape also counts as an error in the data.
 
@@ -52,7 +53,7 @@ def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterat
 
 
 def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
-    """Check that `values` are the same on every rank.
+    """Check that all `values`, compared by their `repr`, are the same on every rank.
 
     Collective over: comm.
 
@@ -82,9 +83,10 @@ def summed(comm: MPI.Intracomm, numbers: Sequence[float]) -> list[float]:
 def handed_over(
     comm: MPI.Intracomm, held: Mapping[str, Any], needed: Collection[str]
 ) -> dict[str, Any]:
-    """Return the items named in `needed`, each from the lowest rank that holds it.
+    """Return the items named in `needed`, each from the lowest rank whose `held` contains it.
 
-    The items are tensors or plain values; tensors arrive in host memory.
+    Items that no rank holds are left out. The items are tensors or plain values; tensors arrive in
+    host memory.
 
     Collective over: comm.
     """
@@ -134,7 +136,7 @@ def _broadcast_bytes(comm: MPI.Intracomm, host: Tensor, root: int) -> None:
 
 
 def clock_offset(comm: MPI.Intracomm) -> float:
-    """Return the seconds to add to this rank's `time.perf_counter` to get that of rank 0.
+    """Return the seconds to add to this rank's `time.perf_counter` to get rank 0's.
 
     The error is at most half of the shortest round trip measured.
 

@@ -21,12 +21,12 @@ from mpikfac.comm.mpi import MPI
 from mpikfac.comm.process_group import ProcessGroupComm
 
 LEAVING = 2**15 - 1  # the highest tag that every MPI library supports
-LOOK_EVERY = 1e-3  # seconds between two checks for a message, on an idle rank
+LOOK_EVERY = 1e-3  # seconds between two checks for a message, on an idle server
 
 
 @dataclass(frozen=True)
 class SplitComm:
-    """The communicator of the training ranks, and the intercommunicator to the servers.
+    """The communicator of the training ranks, and the intercommunicator to the curvature servers.
 
     Attributes:
         comm: the communicator of the training ranks; None on a curvature server.
@@ -58,7 +58,7 @@ class SplitComm:
         """The communicator of the training ranks, on a training rank.
 
         Raises:
-            ValueError: the rank does not train, or no communicator was passed.
+            ValueError: this rank does not train, or the `SplitComm` contains no communicator.
         """
         if self.comm is None and self.intercomm is None:
             raise ValueError("comm=None must be a communicator, such as mpikfac.world()")
@@ -77,7 +77,7 @@ class SplitComm:
 
 
 def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
-    """Return a `SplitComm`; the last ranks of `comm` become curvature servers, the others train.
+    """Return a `SplitComm` of `comm`, whose last `curvature_servers` ranks serve; the others train.
 
         team = mpikfac.split_comm(comm, curvature_servers=1)
         if team.comm is None:
@@ -139,7 +139,7 @@ def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], 
 
 
 def begin_receive(comm: MPI.Comm, flat: Tensor, source: int, tag: int) -> Callable[[], object]:
-    """Start receiving `flat`, in host memory, and return a function that waits for it.
+    """Start receiving `flat`, in host memory, and return a function that waits until it arrives.
 
     Collective over: none.
     """
@@ -149,10 +149,11 @@ def begin_receive(comm: MPI.Comm, flat: Tensor, source: int, tag: int) -> Callab
 
 
 def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
-    """Yield the source and tag of every arriving message, until all training ranks `leave`.
+    """Yield the source and tag of every arriving message, until all training ranks have left.
 
-    The caller must receive a message before it requests the next one. The rank sleeps between two
-    checks, because waiting inside MPI would keep a core busy, possibly that of a training rank.
+    Training ranks leave by calling `leave`. The caller must receive a message before it requests
+    the next one. The server sleeps between two checks for messages, because waiting inside MPI
+    would keep a core busy, possibly that of a training rank.
 
     Collective over: none.
     """
@@ -168,7 +169,7 @@ def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
 
 
 def leave(curvature: MPI.Intercomm) -> None:
-    """Leave the curvature servers; `arrivals` ends there once all training ranks have left.
+    """Tell the curvature servers that this rank leaves; their `arrivals` end when all have left.
 
     Uses point-to-point messages, because Open MPI's Ibarrier on an intercommunicator releases some
     ranks before all have arrived.

@@ -37,12 +37,16 @@ class Grid:
     """Arrange the ranks in `rows` x `columns`, with a communicator per column and per row.
 
     Rank r is in row `r // columns` and column `r % columns`. With split layers, there are also
-    communicators for tensor-parallel groups and for peers. Collective over: world.
+    communicators for tensor-parallel groups and for peers, which hold the same slices.
+
+    Collective over: world.
 
     Attributes:
-        world: all ranks; statistics and gradients are reduced over it.
-        column: the gradient workers of a set of layers; decompositions are published to them.
-        row: one rank from every column; preconditioned gradients are published to them.
+        world: the communicator of all ranks; statistics and gradients are reduced over it.
+        column: the communicator of this rank's column, the gradient workers of a set of layers;
+            decompositions are published to them.
+        row: the communicator of this rank's row, with one rank from every column; preconditioned
+            gradients are published to them.
         encoded: sends compressed messages, and keeps the compression errors.
         combiner: aggregates the vectors of all ranks with a robust rule, and keeps its state.
 
@@ -98,7 +102,7 @@ class Grid:
         values; if they were compressed, the owner, too, gets the decoded values. Elements that a
         rank neither owns nor receives are undefined.
 
-        Collective over: each message's `over`.
+        Collective over: the communicator that each message's `over` names.
 
         Raises:
             ValueError: the communicators have been freed.
@@ -143,7 +147,7 @@ class Grid:
         self.combiner.exchange(self._teams[messages[0].over], messages, flat)
 
     def _exchange_rounded(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Reduce a copy rounded to bfloat16."""
+        """Reduce a copy of the spans, rounded to bfloat16, and store the sums in `flat`."""
         spans = [slice(*span) for message in messages for span in message.spans]
         with self.trace.stage(messages[0].stage):
             rounded = torch.empty_like(flat, dtype=torch.bfloat16)
@@ -169,12 +173,13 @@ class Grid:
                     PRIMITIVES[message.primitive](comm, buffer, message, self._buffers)
 
     def pass_rows(self, message: Message, sent: Tensor, received: Tensor) -> None:
-        """Send each member its part of `sent`; fill `received` with all members' parts, in order.
+        """Send each member its part of `sent`; fill `received` with a part from each, by rank.
 
-        Collective over: the message's `over`.
+        Collective over: the communicator that the message's `over` names.
 
         Raises:
-            ValueError: the communicators have been freed, or one message cannot hold the elements.
+            ValueError: the communicators have been freed, or there are too many elements for one
+                message.
         """
         self.check_open()
         comm, size, sizes = self._teams[message.over], sent.element_size(), message.sizes
@@ -214,7 +219,8 @@ class Grid:
     ) -> OverlappedSums:
         """Return a sender that reduces `flat`, message by message, during computation.
 
-        Collective over: `over`; in the same order on all its ranks, before any message is sent.
+        Collective over: the communicator that `over` names; all its ranks must call this in the
+        same order, before any message is sent.
 
         Raises:
             ValueError: MPI does not support calls from several threads.
@@ -279,7 +285,7 @@ def _two_levels(teams: Mapping[str, MPI.Intracomm], node: int) -> dict[str, MPI.
 
 
 def _groups(world: MPI.Intracomm, tp_plan: TensorParallelPlan) -> dict[str, MPI.Intracomm]:
-    """Return the communicators of tensor-parallel groups and of their peers."""
+    """Return the communicators of this rank's tensor-parallel group and of its peers, by name."""
     parts: dict[str, MPI.Intracomm] = {}
     for name, team in (("group", tp_plan.group), ("peers", tp_plan.peers)):
         parts[name] = cast(MPI.Intracomm, world.Split(team(world.rank, world.size)[0]))

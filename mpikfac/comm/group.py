@@ -38,7 +38,7 @@ class Group:
         self._comm = cast(MPI.Intracomm, comm.Split(color, comm.rank))
         self._comm.name = name
         self.size, self.member, self.trace = self._comm.size, self._comm.rank, trace
-        self._compared = 0  # number of exchanges compared so far
+        self._compared = 0  # number of exchanges checked so far
         self._buffers = Buffers(trace, cuda_aware(comm))
 
     def free(self) -> None:
@@ -49,12 +49,12 @@ class Group:
         self._comm.Free()
 
     def check_alike(self, layer: str, x: Tensor) -> None:
-        """Check that all ranks of the group call the same layer with inputs of the same shape.
+        """Check that all ranks of a group call the same layer, with inputs of one shape and dtype.
 
         Collective over: group.
 
         Raises:
-            UserError: the layers or the shapes differ; the message contains both.
+            UserError: the layers, shapes or dtypes differ; the message contains both calls.
         """
         first, *calls = self._comm.allgather((layer, tuple(x.shape), str(x.dtype)))
         for member, call in enumerate(calls, start=1):
@@ -72,7 +72,8 @@ class Group:
         Collective over: group.
 
         Raises:
-            UserError: they do on some members only, which would wait forever in the backward pass.
+            UserError: tensors require gradients on some members only, which would wait forever in
+                the backward pass.
         """
         if self.size == 1 or self._compared == FIRST:
             return
@@ -96,7 +97,7 @@ class Group:
         return _joined(received, dim)
 
     def gather_rows(self, x: Tensor, counts: Sequence[int], stage: str) -> Tensor:
-        """Return the rows of all members, ordered by member; `counts` are their numbers of rows.
+        """Return the rows of all members, ordered by member; `counts` are the row counts by member.
 
         Collective over: group.
         """
@@ -140,6 +141,8 @@ class Group:
         self, x: Tensor, counts_out: Sequence[int], counts_in: Sequence[int], stage: str
     ) -> Tensor:
         """Send each member consecutive rows of `x`; return the received rows, ordered by member.
+
+        `counts_out` and `counts_in` are the numbers of rows sent to and received from each member.
 
         Collective over: group.
         """

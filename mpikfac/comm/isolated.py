@@ -1,4 +1,4 @@
-"""Measure a plan's collectives in isolation: the same messages, but without computation."""
+"""Measure a plan's collectives in isolation: with the messages of training, but no computation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mpikfac.comm.grid import Grid
 from mpikfac.plan import Message, RankPlan, names, step_messages
 
-REPEATS = 5  # measurements, after a warm-up
+REPEATS = 5  # measurements per stage, after a warm-up
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -22,8 +22,8 @@ def isolated_seconds(grid: Grid, plan: RankPlan, device: torch.device) -> dict[s
 
     The messages are sent one after another, from scratch buffers, over the same communicators as in
     training. All ranks start together, and each time is the median of five repetitions. With
-    `stagger`, the medians of all slots of a refresh are averaged. Messages to and from curvature
-    servers and parameter servers are not measured.
+    `stagger`, a stage's medians are averaged over the slots of a refresh. Messages to and from
+    curvature servers and parameter servers are not measured.
 
     Collective over: world.
     """
@@ -67,7 +67,7 @@ def _seconds(
 
 
 def _numbers(plan: RankPlan, messages: Sequence[Message], device: torch.device) -> Tensor:
-    """Return random values to send instead of the stage's arena, enough for all messages."""
+    """Return random values to send instead of the stage's arena, as many as its messages need."""
     sizes = plan.itemsizes
     size = sizes.bases if messages[0].stage == names.PUBLISH_BASES else sizes.numbers
     last = max(stop for message in messages for _, stop in message.spans)

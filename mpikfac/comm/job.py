@@ -22,7 +22,7 @@ Comm: TypeAlias = "MPI.Intracomm"
 
 
 class Maker(NamedTuple):
-    """Describe what differs between GPU vendors.
+    """Describe a GPU vendor: torch's device type, and how to ask MPI about device buffers.
 
     Attributes:
         kind: torch's device type for the GPUs.
@@ -54,9 +54,9 @@ def world() -> MPI.Intracomm:
 
     Raises:
         ValueError: the process group of torch.distributed cannot send host memory.
-        SystemExit: with code 2, after one line with the reason: `torchrun` started processes that
-            are not connected yet, a launcher started N jobs of size 1, or this is a worker process,
-            such as one of a data loader.
+        SystemExit: with code 2, after a line on stderr with the reason: `torchrun` started
+            processes that are not connected yet, a launcher started N jobs of size 1, or this is a
+            worker process, such as one of a data loader.
     """
     comm = MPI.COMM_WORLD
     if comm.size == 1 and connected() > 1:
@@ -120,7 +120,8 @@ def check_connected(comm: Comm) -> None:
     Collective over: none.
 
     Raises:
-        ValueError: torch's launcher started the processes, so MPI cannot average over them.
+        ValueError: torch.distributed connects more processes than MPI, which therefore cannot
+            average over all of them.
     """
     if connected() > 1 and not isinstance(comm, ProcessGroupComm):
         ranks = MPI.COMM_WORLD.size
@@ -158,7 +159,7 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
 def cuda_aware(comm: Comm | None = None) -> bool:
     """Return whether MPI, or a process group `comm`, accepts device buffers.
 
-    MPIKFAC_CUDA_AWARE=0 or 1 overrides the result.
+    The environment variable MPIKFAC_CUDA_AWARE (0 or 1) overrides the result.
     """
     override = os.environ.get("MPIKFAC_CUDA_AWARE")
     if override is not None:
@@ -270,10 +271,10 @@ def survivors(comm: MPI.Intracomm, communicators: Iterable[MPI.Comm]) -> MPI.Int
 
 
 def leaving(code: int) -> int:
-    """End MPI and return the exit code `code`; the rank can then exit without ending other ranks.
+    """Return `code`, with which this rank can then exit without ending the other ranks.
 
-    After the death of a rank, the process exits without finalising MPI, which might wait for the
-    dead rank forever.
+    If `code` is not 0, MPI is finalised before this function returns. After the death of a rank,
+    however, the process exits without finalising MPI, which might wait for the dead rank forever.
 
     Collective over: the surviving ranks.
     """

@@ -1,7 +1,7 @@
 """Start MPI when a program first uses it, in `world()`, and not on import.
 
 If no MPI library is found, or `torchrun` started the process, a stand-in with a single rank
-replaces MPI. Process groups use the constants of this stand-in, too.
+replaces MPI. Communicators over process groups use the constants of this stand-in, too.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class _OnDemand:
 def _refuse_in_worker() -> None:
     """End a rank's worker process that would start MPI and thus join the job a second time.
 
-    The server process of `forkserver` also counts as a worker, because it runs the main program
-    under another name.
+    The server process of multiprocessing's `forkserver` also counts as a worker, because it runs
+    the main program under another name.
 
     Raises:
         SystemExit: with code 2, after a line on stderr.
@@ -174,7 +174,7 @@ else:
 
 
 def missing() -> str:
-    """Return why no MPI library was loaded; "" if one was."""
+    """Return why no MPI library could be loaded; "" if one was loaded, or none was needed."""
     return str(getattr(MPI, "missing", ""))
 
 

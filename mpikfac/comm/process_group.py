@@ -1,7 +1,7 @@
-"""Wrap a process group of torch.distributed as a communicator with the methods used for messages.
+"""Wrap a process group of torch.distributed as a communicator, with the methods that mpikfac uses.
 
 Buffers in host memory need gloo. Device buffers are sent by the group's backend for the device,
-unless that is gloo; this has not been tested with NCCL.
+unless that is gloo, which needs copies in host memory; this has not been tested with NCCL.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def over(group: ProcessGroup | None = None) -> MPI.Intracomm:
         optimizer = mpikfac.KFACOptimizer(model, comm=mpikfac.over())
 
     The group needs a backend for host memory: "gloo", or "cpu:gloo,cuda:nccl" to send device
-    memory with NCCL. The backend sums in its own order, which can differ from that of MPI.
+    memory with NCCL. The order in which the backend adds values can differ from MPI's.
     Strategies with servers need MPI. Processes outside a group must not call this function: torch's
     `new_group` returns None to some of them, and None stands for the group of all processes.
 
@@ -84,7 +84,7 @@ class Request:
 
 
 class Meeting(NamedTuple):
-    """The request of a barrier in torch's store, which works even if ranks are in collectives."""
+    """The request of a barrier in torch's store; ranks can be in collectives meanwhile."""
 
     store: Any
     key: str
@@ -103,7 +103,7 @@ class Meeting(NamedTuple):
 
 
 class GroupKind(NamedTuple):
-    """What process groups must have in common to be interchangeable."""
+    """The properties that process groups must share to be interchangeable."""
 
     ranks: tuple[int, ...]
     backends: str
@@ -117,8 +117,8 @@ class ProcessGroupComm:
     with a part per rank.
 
     Args:
-        sides: the shape of a grid, for `Sub`.
-        pool: the list to which `Free` returns the group.
+        sides: the numbers of rows and columns of the grid, for `Sub`; empty without a grid.
+        pool: the list to which `Free` returns the group; None if `Free` does nothing.
 
     Attributes:
         direct: whether device buffers can be passed.
@@ -142,8 +142,8 @@ class ProcessGroupComm:
         """Call a function that communicates.
 
         Raises:
-            RankLostError: it failed because another rank has ended, or does not take part.
-            RuntimeError: it failed for another reason, such as too little memory.
+            RankLostError: the call failed because another rank has ended, or does not take part.
+            RuntimeError: the call failed for another reason, such as too little memory.
         """
         try:
             return function(*args, **settings)
@@ -197,7 +197,7 @@ class ProcessGroupComm:
     # -- communicators ---------------------------------------------------------------------------
 
     def _of(self, members: Sequence[int], name: str, sides: Sequence[int] = ()) -> ProcessGroupComm:
-        """Return a communicator of `members`; communicators with the same members share a group.
+        """Return a communicator of `members`; communicators of the same `GroupKind` share a group.
 
         Collective over: members.
         """
@@ -225,11 +225,11 @@ class ProcessGroupComm:
         return self._of([m for m, node in enumerate(nodes) if node == nodes[self.rank]], "node")
 
     def Create_cart(self, sides: Sequence[int]) -> ProcessGroupComm:
-        """Return a communicator of the same ranks in a two-dimensional grid."""
+        """Return a communicator of the same ranks, in a grid with `sides` rows and columns."""
         return self._of(range(self.size), self.name, sides)
 
     def Sub(self, remain_dims: Sequence[bool]) -> ProcessGroupComm:
-        """Return the communicator of the rank's column or row in the grid."""
+        """Return the communicator of this rank's column or row in the grid."""
         grid = np.arange(self.size).reshape(self._sides)
         row, column = divmod(self.rank, self._sides[1])
         members = grid[:, column] if remain_dims[0] else grid[row]
@@ -243,7 +243,7 @@ class ProcessGroupComm:
         return ProcessGroupComm(group, self.name, pool=free)
 
     def Free(self) -> None:
-        """Return the process group of a `Dup` to the pool."""
+        """Return the process group of a communicator from `Dup` to the pool, for the next `Dup`."""
         if self._pool is not None:
             self._pool.append(self._group)
             self._pool = None
@@ -316,7 +316,7 @@ class ProcessGroupComm:
             request.Wait()
 
     def Ialltoallv(self, sent: Any, received: Any) -> Request:
-        """Start an all-to-all of parts of any size; received parts are adjacent."""
+        """Start an all-to-all of parts of any size; the received parts must be adjacent."""
         parts, places = _parts(sent, self.size), _parts(received, self.size)
         counts = [len(part) for part in places], [len(part) for part in parts]
         start, stop = places[0].storage_offset(), sum(counts[0])
@@ -367,7 +367,7 @@ class ProcessGroupComm:
         self._start("Barrier", distributed.barrier).Wait()
 
     def Ibarrier(self) -> Meeting:
-        """Announce that this rank has arrived; the request tests whether all ranks have."""
+        """Announce that this rank has arrived; return a request that tests whether all have."""
         meetings = _groups(distributed.group.WORLD).meetings
         meetings[self._group] += 1
         key = f"mpikfac/end {meetings[self._group]}"
@@ -376,7 +376,7 @@ class ProcessGroupComm:
         return meeting
 
     def Abort(self, errorcode: int = 1) -> None:
-        """End this process; the launcher, or the lost connection, ends the others."""
+        """End this process; the launcher, or the lost connection, ends the other processes."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(errorcode)
@@ -393,12 +393,12 @@ class Groups:
     chosen here, from counts that are equal on all ranks of a group.
 
     Args:
-        world: the group of all processes; each initialisation creates a new one.
+        world: the group of all processes; each `init_process_group` creates a new one.
 
     Attributes:
-        shared: the group of all communicators of the same ranks, except for communicators that
+        shared: for each kind, the group that all its communicators share, except for those that
             `Dup` returned; the ranks of a group call its collectives in the same order.
-        free: the groups that `Free` has returned, to be used by the next `Dup`.
+        free: for each kind, the groups that `Free` has returned, to be used by the next `Dup`.
         created: for each tuple of ranks, the number of groups created so far.
         meetings: for each group, the number of `Ibarrier`s so far.
     """
@@ -411,7 +411,7 @@ class Groups:
         self.meetings: Counter[ProcessGroup] = Counter()
 
     def create(self, kind: GroupKind) -> ProcessGroup:
-        """Return a new group.
+        """Return a new process group of the given kind.
 
         Collective over: the group's ranks.
         """
@@ -454,7 +454,7 @@ def _flat(buffer: Any) -> Tensor:
     elif not isinstance(buffer, Tensor):
         buffer = torch.frombuffer(buffer, dtype=torch.uint8)
     flat = buffer.detach().view(-1)
-    # With fewer than two elements, the stride is arbitrary.
+    # A tensor with fewer than two elements can have any stride; give it stride 1.
     return flat if len(flat) > 1 else flat.as_strided((len(flat),), (1,))
 
 
@@ -463,10 +463,10 @@ def _bytes(buffer: Any) -> Tensor:
 
 
 def _summed(numbers: Tensor, op: Any = None) -> tuple[Tensor, Any]:
-    """Return values and an operation with which torch.distributed can reduce them.
+    """Return `numbers` in a dtype that torch.distributed can reduce, and its operation for `op`.
 
     Raises:
-        ValueError: there is no such operation.
+        ValueError: torch.distributed has no operation for `op`.
     """
     if op is None or op == MPI.SUM:
         return numbers, distributed.ReduceOp.SUM
@@ -478,7 +478,7 @@ def _summed(numbers: Tensor, op: Any = None) -> tuple[Tensor, Any]:
 
 
 def _parts(buffer: Any, size: int) -> list[Tensor]:
-    """Return the parts of a buffer by rank, as bytes."""
+    """Return the parts of a buffer, one per rank, as bytes."""
     if not isinstance(buffer, list):
         return list(_bytes(buffer).tensor_split(size))
     whole, counts, *others = buffer

@@ -25,12 +25,12 @@ SAVE to get the optimizer's state, and LOAD to send it."""
 
 
 class Request(NamedTuple):
-    """What a client sends with an update.
+    """A client's request to a server; it precedes the update, if the client sends one.
 
     Attributes:
         step: the step in which the client computed the update.
         wish: whether the client requests a meeting of all clients.
-        votes: the votes, averaged over the client's ranks.
+        votes: the client's votes in this step, averaged over its ranks.
         numbers: the parameter groups' hyperparameters that have changed on the client.
     """
 
@@ -41,7 +41,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a server sends with weights.
+    """A server's answer to a request; it follows the weights, if the server sends any.
 
     Attributes:
         version: the number of updates that the weights contain.
@@ -72,9 +72,9 @@ def ask(
     update: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> Answer:
-    """Send each server its shard of an update, receive shards of the weights, and return an answer.
+    """Send servers a request and an update, receive weights from them, and return an answer.
 
-    All servers answer; the answer of server 0 is returned.
+    Each server gets and sends one shard. All servers answer; the answer of server 0 is returned.
 
     Collective over: none.
 
@@ -119,7 +119,7 @@ def receive_request(link: MPI.Intercomm, client: int, tag: int) -> Request:
 
 
 def lost_ranks(link: MPI.Intercomm) -> list[int]:
-    """Return the ranks on the other side that have died, as far as MPI knows.
+    """Return the ranks on the other side of `link` that have died, as far as MPI knows.
 
     Collective over: none.
     """
@@ -135,7 +135,7 @@ def answer(
 ) -> None:
     """Send a client a shard of the weights, unless `weights` is empty, and an answer.
 
-    Collective over: none; the client waits.
+    Collective over: none; the client waits in `ask`.
     """
     for part in weights:
         begin_send(link, part, client, tag)()

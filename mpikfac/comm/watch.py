@@ -27,18 +27,18 @@ from mpikfac.errors import CRASH, USAGE_ERROR, UserError, looks
 
 LOOK = 1.0  # seconds between two checks
 LONG = 10.0  # seconds in a step before a rank sends its position
-WAIT = 60.0  # seconds to wait for another rank; ranks can finish at different times
+WAIT = 60.0  # seconds before a wait is reported; ranks can finish at different times
 LEAVE = 2.0  # seconds for all ranks to write their stack traces
 TIMEOUT = "MPIKFAC_WATCHDOG_TIMEOUT"
 """The environment variable for the timeout: a job ends after this many seconds without a step."""
 
 
 class Place(NamedTuple):
-    """The position of a rank.
+    """The position of a rank in the program: the step that it is in, or the end.
 
     Attributes:
         trainer: the number of the trainer that takes the step, or -1 at the end of the program.
-        arguments: the arguments of the step on which ranks must agree, as text.
+        arguments: the arguments of the step on which ranks must agree, as strings.
         met: whether all ranks of the job take part in the step.
     """
 
@@ -67,7 +67,7 @@ class WatchedSteps:
     def __init__(self, comm: Comm, name: str) -> None:
         """Register a trainer with the rank's watch.
 
-        Collective over: comm; also world, for the first trainer that includes all its ranks.
+        Collective over: comm; also world, for the first trainer that includes all ranks of world.
 
         Args:
             comm: the ranks that train together.
@@ -151,7 +151,7 @@ class Watch:
         self._place = place
 
     def _on_failure(self, report: Callable[..., None], *failure: Any) -> None:
-        """Record that an exception ends the program, and call `report`, the previous hook."""
+        """Record that an exception ends the program, and call `report`, the previous excepthook."""
         self._failed = True
         report(*failure)
 
@@ -183,7 +183,7 @@ class Watch:
                 self._end_at_limit(place)
 
     def _send(self, place: Place, every: bool = False) -> None:
-        """Send a position to the next rank, or to every other rank."""
+        """Send a position to the next rank or, if `every`, to every other rank."""
         if self._ring is not None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             rank, size = self._ring.rank, self._ring.size
             for to in range(1, size) if every else (1,):
@@ -206,7 +206,7 @@ class Watch:
         return (self._ring.rank - 1) % self._ring.size
 
     def _compare(self, place: Place, still: float) -> None:
-        """End the job if the previous rank cannot take part in this rank's step."""
+        """End the job if the previous rank cannot take part in this step; report a long wait."""
         rank, previous, before = MPI.COMM_WORLD.rank, self._previous, self._before
         if before == ENDED:
             _abort(
@@ -239,7 +239,7 @@ class Watch:
             os._exit(CRASH)
 
     def _write_stacks(self, why: str) -> None:
-        """Write this rank's stack traces."""
+        """Print this rank's stack traces, preceded by `why`, the reason."""
         stacks = "\n".join(_stacks())
         _print(f"rank {self._rank} of {self._size}, {platform.node()}: {why}; stacks:\n{stacks}")
 
@@ -280,10 +280,10 @@ def _watch(process: int) -> Watch:
 
 
 def _limit() -> float | None:
-    """Return the timeout in seconds, or None if the variable is not set.
+    """Return the timeout that the environment sets, in seconds; None if it sets none.
 
     Raises:
-        UserError: the variable is not a positive number of seconds.
+        UserError: `MPIKFAC_WATCHDOG_TIMEOUT` is not a positive number below 1e9.
     """
     text = os.environ.get(TIMEOUT)
     if not text:

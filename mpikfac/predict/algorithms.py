@@ -27,7 +27,7 @@ Parts = Sequence[Any]
 Value = TypeVar("Value")
 Table = Mapping[str, Mapping[int, Mapping[int, str]]]
 """The algorithm by primitive, minimum number of ranks, and minimum number of bytes. The bytes are
-those of the whole buffer, or of the mean part for `BY_PART`.
+those of the whole buffer or, for the libraries and primitives in `BY_PART`, of the mean part.
 """
 KIB, MIB = 2**10, 2**20
 CHAINED_PIECE = 32 * KIB  # bytes per piece in a chain of coll/libnbc
@@ -65,7 +65,7 @@ OPEN_MPI: Table = {
         1024: {0: "halving", 32 * KIB: "butterfly"},
         2048: {0: "halving", 8 * KIB: "butterfly"},
     },
-    "Alltoall": OF_ALLTOALLV,  # parts of any size
+    "Alltoall": OF_ALLTOALLV,  # mpikfac calls Alltoallv, because parts can differ in size
     "Alltoallv": OF_ALLTOALLV,
     "Allgatherv": {
         2: {0: "ring"},
@@ -161,7 +161,7 @@ def rounds(primitive: str, algorithm: str, parts: Parts, together: int = 1) -> l
 
 
 def transfer(messages: Iterable[tuple[int, int, float]], together: int = 1) -> Round:
-    """Return the round of messages between members, given as source, destination and bytes.
+    """Return the round that sends `messages`, given as source, destination and bytes.
 
     All messages are in flight at once, so their latencies overlap.
     """
@@ -193,7 +193,7 @@ def _busiest(
     sizes: np.ndarray,
     together: int,
 ) -> Round:
-    """Return the round of messages between members; messages to oneself are ignored."""
+    """Return the round that sends the given messages; messages to oneself are ignored."""
 
     def most(size: np.ndarray, per: int) -> float:
         return float(max(np.bincount(ends // per, size).max() for ends in (sources, targets)))
@@ -222,7 +222,7 @@ def _ring_both_ways(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _pairwise(parts: np.ndarray, together: int) -> list[Round]:
-    """Send to the member at distance 1, 2, 3, ..., and receive a part from the opposite side."""
+    """Send a part to the member at distance 1, 2, 3, ...; receive one from the other direction."""
     ranks = len(parts)
     leave = Counter(min(k, together, ranks - k) for k in range(1, ranks))
     return [Round(parts.max(), _window(parts, count), n) for count, n in leave.items()]
@@ -235,14 +235,14 @@ def _all_at_once(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _pairwise_rows(sizes: np.ndarray, together: int) -> list[Round]:
-    """Send to the member at distance 1, 2, 3, ...; the bytes depend on both members."""
+    """Send to the member at distance 1, 2, 3, ...; sizes depend on the sender and the receiver."""
     members = np.arange(len(sizes))
     targets = (np.roll(members, -k) for k in members[1:])
     return [_busiest(members, to, sizes[members, to], together) for to in targets]
 
 
 def _all_rows_at_once(sizes: np.ndarray, together: int) -> list[Round]:
-    """Send to all members at once; the bytes depend on both members."""
+    """Send to all members at once; sizes depend on the sender and the receiver."""
     sources, targets = np.indices(sizes.shape)
     return [_busiest(sources.ravel(), targets.ravel(), sizes.ravel(), together)]
 
@@ -298,7 +298,10 @@ def _butterfly(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _halved(blocks: np.ndarray, together: int) -> list[Round]:
-    """Return the exchanges of halves; members of a node start with different halves."""
+    """Return the rounds that exchange halves at doubling distances.
+
+    The members of a node start with different halves.
+    """
     found = []
     for distance in _powers(len(blocks)):
         halves = blocks.reshape(2 * distance, -1).sum(1)
@@ -338,14 +341,17 @@ def _there_and_back(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _doubling_sums(parts: np.ndarray, together: int) -> list[Round]:
-    """Exchange all sums at doubling distances."""
+    """Exchange the sums of the whole buffer at doubling distances."""
     size, whole = parts.sum(), _whole(len(parts))
     extra = [_exchange(size, 1, together)] if whole < len(parts) else []
     return extra + [_exchange(size, distance, together) for distance in _powers(whole)] + extra
 
 
 def _doubling_parts(parts: np.ndarray, together: int) -> list[Round]:
-    """Exchange the parts received so far at doubling distances, or use Bruck's algorithm."""
+    """Exchange the parts received so far at doubling distances.
+
+    If the number of members is not a power of two, use Bruck's algorithm.
+    """
     if _whole(len(parts)) < len(parts):
         return _bruck(parts, together)
     return [

@@ -12,15 +12,16 @@ from mpikfac.predict import costs
 from mpikfac.predict.machine import Machine
 from mpikfac.predict.prediction import Clients, Job, Prediction, Step
 
-UPDATES = 200  # per client; the first tenth is discarded
+UPDATES = 200  # simulated updates per client; the first tenth is discarded
 
 
 class Played(NamedTuple):
-    """Means over the clients' updates.
+    """The means of a simulation over the updates of all clients.
 
     Attributes:
         seconds: the time from one update of a client to the next.
-        waiting: the part of this time in which a client waits for other clients' updates.
+        waiting: the part of this time in which a client waits until servers have processed other
+            clients' updates.
         staleness: see `Clients`.
     """
 

@@ -70,26 +70,26 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
 
 
 def overlapped_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the time of a message sent during computations, whose reduction does not block."""
+    """Return the seconds of a message sent during computations, with non-blocking reductions."""
     if message.primitive in BLOCKING.values():
         message = replace(message, primitive=f"I{message.primitive.lower()}")
     return message_seconds(message, plan, rank, machine)
 
 
 def agreement_seconds(plan: Plan, machine: Machine) -> float:
-    """Return the time to agree on an overlapped message, with a reduction of 1 byte."""
+    """Return the seconds to agree to send an overlapped message, which takes a 1-byte reduction."""
     ranks, nodes, sharing = placed(plan.grid.team(0, "world"), plan, machine)
     return collective_seconds("Iallreduce", 1, ranks, machine, nodes, sharing)
 
 
 def basis_seconds(size: int, plan: Plan, machine: Machine) -> float:
-    """Return the seconds to gather `size` bytes of bases, in equal parts, on a layer's workers."""
+    """Return the seconds to gather bases, `size` bytes in equal parts, on a layer's workers."""
     ranks, nodes, sharing = placed(plan.grid.team(0, "column"), plan, machine)
     return collective_seconds("Allgatherv", size, ranks, machine, nodes, sharing)
 
 
 def placed(ranks: range, plan: Plan, machine: Machine) -> tuple[int, int, int]:
-    """Return the numbers of ranks, nodes, and similar communicators that share a node's link."""
+    """Return the numbers of ranks, of nodes, and of like communicators that share a node's link."""
     per_node = machine.ranks_per_node or ranks.stop
     nodes = len({rank // per_node for rank in ranks})
     together = math.ceil(len(ranks) / nodes)  # members on one node
@@ -111,7 +111,8 @@ def collective_seconds(
 
     Args:
         size: bytes of the whole buffer, as sent.
-        sharing: the number of communicators that run it at the same time and share a node's link.
+        sharing: the number of communicators that run the collective at the same time and share a
+            node's link.
         codec: the encoding, which is assumed to take no time if it was not measured.
         parts: bytes of every member's part or, for Alltoallv, from every member to every member;
             equal parts by default.
@@ -152,7 +153,7 @@ def algorithm_seconds(primitive: str, algorithm: str, parts: Parts, machine: Mac
 
 
 def level_of(sample: Sample, library: str = "Open MPI") -> Level:
-    """Return the network level fitted to a measured collective, to predict unmeasured ones."""
+    """Return the network level fitted to a measured collective, to predict other collectives."""
     line = fitted(sample.points)
     largest = sample.points[-1][0]
     found = _rounds(sample.primitive, _equal(largest, sample.ranks), sample.nodes, library)
@@ -170,10 +171,11 @@ def nearest(
     sharing: int,
     codec: str | None = None,
 ) -> Sample | None:
-    """Return the measurement with the nearest number of ranks; None if there is none.
+    """Return the measurement of a collective with the nearest number of ranks; None without any.
 
     Collectives on a single node are compared only with measurements on a single node, and those on
-    several nodes only with measurements on several nodes.
+    several nodes only with measurements on several nodes. If none of these used the codec, those
+    without a codec are searched.
     """
 
     def distance(sample: Sample) -> tuple[float, float]:
@@ -240,7 +242,7 @@ def _total(seconds: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None = None) -> float:
-    """Return the time of a refresh's decompositions on `rank`, for all slots or one, in seconds."""
+    """Return the seconds of a refresh's decompositions on `rank`, for all slots or slot `turn`."""
     factors = plan.of(rank).decomposed(turn)
     # The reciprocals of diagonals are assumed to take no time.
     return sum(factor_seconds(factor, machine) for factor in factors if factor.order > 1)
@@ -272,15 +274,16 @@ def precondition_seconds(
 ) -> float:
     """Return the time that `rank` needs to precondition its layers, in seconds.
 
-    It is a fraction of the time measured for all layers: the fraction of multiplications or, for
-    vectors, of elements. Without a measurement, it is a sum over products. Measured times include
-    making directions orthogonal.
+    The time is a fraction of the time measured for all layers: the fraction of multiplications or,
+    for vectors, of elements. Without a measurement, it is the sum of the products' times. Measured
+    times include making directions orthogonal.
 
     Args:
         orthogonal: whether the directions are made orthogonal.
 
     Raises:
-        ValueError: the machine has no times for the vectors or products that the plan needs.
+        ValueError: the machine has no times for the vectors, or no rates for the products, that the
+            plan needs.
     """
     layers = plan.of(rank).preconditioned
     seconds = 0.0
@@ -299,7 +302,7 @@ def precondition_seconds(
 
 
 def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
-    """Return the number of multiplications in each product for the directions on `rank`.
+    """Return the number of multiplications in each matrix product for the directions on `rank`.
 
     Args:
         orthogonal: whether the directions are made orthogonal.
@@ -317,7 +320,8 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
     Measured times cover both factors of every layer.
 
     Raises:
-        ValueError: the machine has no times for the vectors or products that the plan needs.
+        ValueError: the plan has factors that are squares of vectors, and the machine has no times
+            for their statistics.
     """
     vectors = _preconditioner_of_vectors(plan)
     of_vectors = _of_vectors(network.vector_statistics, machine, vectors) if vectors else 0.0
@@ -339,9 +343,9 @@ def moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
 
 
 def moments(plan: Plan, rank: int) -> Iterator[int]:
-    """Yield the number of multiplications in each product for the gradient's factors on `rank`.
+    """Yield the multiplications in each product for factors of the averaged gradient on `rank`.
 
-    Preconditioners that whiten the gradient first multiply it by both sides.
+    Preconditioners that whiten the gradient first multiply it by the matrices of both sides.
     """
     of_rank = plan.of(rank)
     made = {factor.name for factor in of_rank.averaged if of_rank.of_gradient}
@@ -367,7 +371,7 @@ def product_seconds(multiplications: int, machine: Machine) -> float:
 
 
 def _preconditioner_of_vectors(plan: Plan) -> str:
-    """Return the name of a preconditioner in the plan that keeps vectors; "" if there is none."""
+    """Return the name of a preconditioner in the plan whose factors are vectors; "" without one."""
     return next(
         (layer.preconditioner.name for layer in plan.covered if layer.preconditioner.vector), ""
     )
@@ -382,7 +386,7 @@ def _of_vectors(seconds: float | None, machine: Machine, preconditioner: str) ->
 
 
 def stepped_share(plan: Plan, rank: int) -> float:
-    """Return the fraction of the model that `rank` updates."""
+    """Return the fraction of the model's elements that the optimizer on `rank` updates."""
     if sharding := plan.sharding:
         of_ranks = [sum(shards) for shards in zip(*(p.elements for p in sharding.parameters))]
         return of_ranks[rank] / sum(of_ranks[: sharding.shards])

@@ -28,7 +28,7 @@ PRIMITIVES = (
 )
 """Collectives that a `Sample` can measure, by their names in `Message`."""
 GROWING = ("forward", "backward", "statistics", "vector_statistics")
-"""Parts of a step whose duration grows with the batch."""
+"""The fields of `Network` that grow with the batch size."""
 OPTIONAL = ("precondition", "vector_statistics", "vector_precondition")
 
 
@@ -67,7 +67,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Network:
-    """Store the times of a rank's computations in a training step while all ranks compute.
+    """Store the seconds of a rank's computations in a training step while all ranks compute.
 
     Attributes:
         batch: the number of images per rank.
@@ -94,7 +94,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """Store the values from which the time of a step is predicted.
+    """Store the properties of a machine from which the time of a step is predicted.
 
     Attributes:
         about: information for people, such as versions, date and hosts.
@@ -128,11 +128,11 @@ class Machine:
 
     @property
     def estimated(self) -> list[str]:
-        """The keys of values that were derived from others, according to `sources`."""
+        """The keys of values that were derived from other values, according to `sources`."""
         return [key for key, source in self.sources.items() if "derived" in source]
 
     def to_json(self) -> str:
-        """Return the text for `machine_from_json`."""
+        """Return the machine as JSON text, which `machine_from_json` can read."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def network(self, model: str, batch: int) -> Network:
@@ -164,7 +164,7 @@ class Machine:
         return Network(model, batch, **values)
 
     def decomposition(self, preconditioner: str, order: int) -> float:
-        """Return the seconds to decompose a factor; beyond the largest order, they grow cubically.
+        """Return the seconds to decompose a factor, which grow cubically beyond the largest order.
 
         Raises:
             ValueError: the machine has no times for the preconditioner.
@@ -180,7 +180,7 @@ class Machine:
 
 
 def machine_from_json(text: str | bytes) -> Machine:
-    """Return the machine that `Machine.to_json` wrote.
+    """Return the machine that a JSON text from `Machine.to_json` describes.
 
     Raises:
         ValueError: the text does not describe a machine; the message names the wrong key and a
@@ -226,10 +226,10 @@ def machine_from_json(text: str | bytes) -> Machine:
 
 
 def load_machine(name: str) -> Machine:
-    """Load a machine from a JSON file, or a published machine of the package by name.
+    """Load the published machine called `name` or, if there is none, the JSON file of that path.
 
     Raises:
-        ValueError: the file does not exist, or does not contain a machine.
+        ValueError: the file cannot be read, or does not describe a machine.
     """
     shipped = resources.files("mpikfac.predict") / "machines" / f"{name}.json"
     try:

@@ -1,4 +1,4 @@
-"""The input and the output of a prediction: a job, and its steps."""
+"""The input and the output of a prediction: a job, and its predicted steps."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Step:
         seconds: the duration of the step.
         exposed: the time in a step during which a rank waits for messages without computing.
         waiting: the time in a step during which a rank waits for slower ranks to compute.
-        overlapped: the time of messages that are sent during computations, hidden or not.
-        sent: the bytes that a rank sends if collectives are rings.
+        overlapped: the time of messages that are sent during computations, even if these hide it.
+        sent: the bytes that a rank sends if all collectives are rings.
         stages: the time by stage, including the hidden time of overlapped messages.
     """
 
@@ -72,11 +72,11 @@ class Prediction:
 
     Attributes:
         mean: the mean over all steps, including the means of `stages` and `sent`.
-        ordinary: a step without new factors.
-        factors: a step with new factors.
+        ordinary: a step without new factors or new bases.
+        factors: a step with new factors, but no new bases.
         refresh: a step with new factors and new bases.
         memory: the bytes of the plan's arenas and of grafting, on the rank where they are largest.
-        clients: the updates of asynchronous clients; otherwise None.
+        clients: the predictions for asynchronous clients; None if there are none.
     """
 
     mean: Step
@@ -87,5 +87,5 @@ class Prediction:
     clients: Clients | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all values for JSON."""
+        """Return all values as nested dictionaries, for JSON."""
         return asdict(self)

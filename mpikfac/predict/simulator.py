@@ -54,7 +54,7 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """Predict the steps of `plan` on a machine.
 
     With replicas of the model, every kind of step is a mean over steps with and without an
-    exchange. With clients and servers, the steps of a client are predicted.
+    exchange of weights. With clients and servers, the steps of a client are predicted.
 
     Raises:
         ValueError: the machine has no times for the model or for the preconditioner, or a field of
@@ -87,7 +87,7 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
 def cheapest(
     plans: Mapping[Name, Plan], machine: Machine, job: Job, memory: int | None = None
 ) -> Name:
-    """Return the name of the plan with the shortest mean step that fits in `memory` bytes per rank.
+    """Return the name of the fastest plan that fits in `memory` bytes per rank, by its mean step.
 
     Raises:
         ValueError: no plan fits into `memory`; see also `simulate`.
@@ -215,7 +215,7 @@ def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterat
 def _of_turns(
     plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], kind: tuple[bool, bool]
 ) -> Step:
-    """Return the mean step over the slots of a refresh, and over exchanges of weights."""
+    """Return the mean over the slots of a refresh, and over steps with and without exchanges."""
     all_layers, *turns = plan.of(0).turns
     turns = turns if kind[1] and turns else [all_layers]
     share = plan.strategy.sync.share_of_steps
@@ -261,7 +261,7 @@ def _step(
     timed = [_timed(messages, plan, rank, machine) for rank, messages in seen.items()]
     messages = max(timed, key=lambda events: sum(event.seconds for event in events))
     parts = [_computations(plan, rank, machine, job, kind, turn) for rank in ranks]
-    spread = job.stragglers / math.sqrt(_together(plan, job))  # for the mean of several steps
+    spread = job.stragglers / math.sqrt(_together(plan, job))  # of the mean of several steps
     slowest = costs.expected_slowest(spread, plan.ranks)
     compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
     if refresh and plan.strategy.refresh.servers:
@@ -307,7 +307,7 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
 
 
 def _ready(message: Message, plan: Plan, rank: int) -> float:
-    """Return the fraction of the backward pass before a message, for layers of equal duration."""
+    """Return the fraction of the backward pass before a message, if layers take equal times."""
     gradients = message.stage == names.REDUCE_GRADIENTS
     layouts = plan.of(rank).layouts
     layout = layouts.gradients if gradients else layouts.statistics

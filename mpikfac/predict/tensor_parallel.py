@@ -41,8 +41,8 @@ def choose_tensor_parallel_plan(
     """Return the plan whose messages in a first-order step are cheapest.
 
     All divisors of the number of ranks are tried as `tp_size`. The cost is the bytes that a rank
-    sends in rings, or the time of all messages on a machine. Computations are assumed to take the
-    same time in all plans, and no message is overlapped.
+    sends in rings or, if `machine` is given, the time of all messages on it. Computations are
+    assumed to take the same time in all plans, and no message is overlapped.
 
     Args:
         calls: the layers in the order of the forward pass; see `layer_calls`.
@@ -78,7 +78,7 @@ def tensor_parallel_seconds(
 
 
 def _cost(tp_plan: TensorParallelPlan, ranks: int, machine: Machine | None, itemsize: int) -> Cost:
-    """Return a function that computes the cost of messages."""
+    """Return a function that computes the cost of messages: seconds on `machine`, or bytes."""
     if machine is None:
         return lambda messages: sum(message.wire for message in messages)
     split = Split(TensorParallelPlan(tp_plan.tp_size, strided=tp_plan.strided))
@@ -87,7 +87,7 @@ def _cost(tp_plan: TensorParallelPlan, ranks: int, machine: Machine | None, item
 
 
 def _seconds(message: Message, plan: Plan, machine: Machine) -> float:
-    """Return the time of a message; for gradients, which share messages, without the latency."""
+    """Return the seconds of a message; for gradients, which share messages, without the latency."""
     seconds = message_seconds(message, plan, 0, machine)
     if message.stage != names.REDUCE_GRADIENTS:
         return seconds

@@ -27,7 +27,7 @@ from mpikfac.predict.simulator import cheapest
 
 Others = Sequence[tuple[str, Shape]]
 Forms = Sequence[Form]
-"""Descriptions of preconditioners: the run's, then those that layers can name."""
+"""Descriptions of preconditioners: first the run's default, then those that layers can name."""
 
 
 def choose(
@@ -38,14 +38,15 @@ def choose(
     job: Job,
     forms: Forms,
 ) -> tuple[str, Strategy]:
-    """Return the name of the strategy with the shortest mean step, and the tuned strategy.
+    """Return the name of the strategy with the shortest mean step, and that strategy, tuned.
 
     Candidates are the strategies that the preconditioner supports and that give the same results as
-    a single process with the joined batch, without stale bases. All candidates are `tuned` first.
+    a single process with the joined batch, without stale bases. Every candidate is first adapted
+    to the machine by `tuned`.
 
     Raises:
-        ValueError: the preconditioner supports no strategy; the message is that of the last one
-            tried.
+        ValueError: the preconditioner supports no strategy; the message is the reason for which the
+            last candidate was rejected.
     """
     plans, refusal = {}, ValueError("there is no strategy to choose from")
     for name, strategy in _candidates(ranks):
@@ -127,19 +128,19 @@ def _fusing(strategy: Strategy, fusion: int | tuple[int, ...]) -> Strategy:
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
-    """Return how many layers share each message, so that the messages end as early as possible.
+    """Return how many layers share each message, so that all finish as early as possible.
 
     Messages are listed front to back, but sent one after another, from the last layer to the first.
-    A message begins once its layers are ready and the previous message has ended; each merged layer
-    saves a latency. This is the problem of MG-WFBP [Shi et al. 2019]; dynamic programming finds its
-    optimum.
+    A message begins once its layers are ready and the previous message has finished; each merged
+    layer saves a latency. This is the problem of MG-WFBP [Shi et al. 2019]; dynamic programming
+    finds its optimum.
 
     Args:
         seconds: for each layer, the time of a message with only this layer, including latency.
         ready: for each layer, when its values are ready, in seconds after the start of the backward
             pass.
     """
-    ends = [0.0]  # for each number of layers, counted from the last one, when their messages end
+    ends = [0.0]  # for each number of layers, counted from the last one, when their messages finish
     before = [0]  # the number of layers in all of these messages but the last
     sent = [0.0, *itertools.accumulate(alone - latency for alone in reversed(seconds))]
     for count, at in enumerate(reversed(ready), start=1):

@@ -38,7 +38,7 @@ def check_sendable(stage: str, count: int) -> None:
     """Check that `count` elements or bytes fit into one MPI message.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: there are more than `MAX_COUNT`.
     """
     if count > MAX_COUNT:
         raise ValueError(
@@ -60,7 +60,7 @@ def synchronize(buffer: Any) -> None:
 
 
 class Buffers:
-    """Hold the host copies and the scratch memory of one thread."""
+    """Hold the host copies of device buffers, and the scratch memory, that one thread uses."""
 
     def __init__(self, trace: Trace, direct: bool) -> None:
         """Start without buffers; `direct` says whether MPI accepts device buffers."""
@@ -70,7 +70,12 @@ class Buffers:
 
     @contextmanager
     def of(self, flat: Tensor, stage: str, summed: bool = True) -> Iterator[Any]:
-        """Yield a buffer that MPI uses in place of `flat`; copies are timed as part of `stage`."""
+        """Yield a buffer that MPI uses in place of `flat`; copies are timed as part of `stage`.
+
+        Args:
+            summed: whether MPI sums the values; sums that it computes with mpikfac's own operation
+                need host memory.
+        """
         by_host = summed and flat.dtype not in SUMMABLE  # mpikfac's own MPI.Op runs on the host
         if not flat.is_cpu and self._direct and not by_host:
             synchronize(flat)
@@ -81,7 +86,7 @@ class Buffers:
 
     @contextmanager
     def on_host(self, flat: Tensor, stage: str) -> Iterator[Any]:
-        """Yield a buffer in host memory in place of `flat`."""
+        """Yield a buffer in host memory in place of `flat`; afterwards, copy it back to `flat`."""
         if flat.is_cpu:
             yield flat.numpy()
             return
@@ -113,7 +118,7 @@ class Buffers:
             received.copy_(of_received)
 
     def joined(self, buffer: Any, spans: Sequence[tuple[int, int]]) -> Any:
-        """Return all spans as one buffer, without a copy if they are contiguous."""
+        """Return all spans of `buffer` as one buffer, without a copy if they are adjacent."""
         first, last = spans[0][0], spans[-1][1]
         count = sum(stop - start for start, stop in spans)
         if last - first == count:
@@ -126,7 +131,10 @@ class Buffers:
         return joined
 
     def like(self, buffer: Any, use: str, count: int, pinned: bool = False) -> Any:
-        """Return a reusable buffer `[count]` of the same kind as `buffer`, one for each `use`."""
+        """Return a reusable buffer `[count]` with the dtype and device of `buffer`.
+
+        Each `use` and dtype has its own.
+        """
         if not isinstance(buffer, Tensor):
             return self.like(torch.from_numpy(buffer), use, count).numpy()
         memory = self._scratch.get((use, buffer.dtype))

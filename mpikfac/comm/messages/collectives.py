@@ -133,7 +133,7 @@ PRIMITIVES = {
 }
 """The functions that execute a message, by the name of its primitive in the plan."""
 SUMS = ("Allreduce", "Reduce", "Reduce_scatter")
-"""Primitives in which MPI itself reduces values, including those compressed to bfloat16."""
+"""Primitives in which MPI itself reduces values, including values compressed to bfloat16."""
 COPIES = ("Allgatherv", "Bcast", PASSED)
 """Primitives that copy values of any dtype."""
 
@@ -148,7 +148,9 @@ def sent_elements(message: Message, rank: int) -> int:
 
 
 def sum_in_order(comm: MPI.Intracomm, parts: Tensor, total: Tensor) -> None:
-    """Set `total` to the sum of all ranks' `parts` `[n, len(total)]`, all in host memory.
+    """Set `total` to the sum of all ranks' `parts` `[n, len(total)]`, in rank order.
+
+    All tensors are in host memory.
 
     Collective over: comm.
     """

@@ -18,7 +18,7 @@ from mpikfac.numerics import encode
 from mpikfac.plan import IN_SHARDS, IN_TWO_SUMS, Codec, Message, shard_length
 
 Span = tuple[int, int]
-LATER, LAST = "later", "last"  # parts of the memory's keys, besides the stage
+LATER, LAST = "later", "last"  # parts of the keys of `Encoded.memory`, besides the stage
 
 
 class Encoded:
@@ -97,7 +97,7 @@ class Encoded:
     def _in_two_sums(
         self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor
     ) -> int:
-        """All-reduce with the codec's two reductions."""
+        """All-reduce with the two reductions that the codec defines."""
         (span,), residuals = message.spans, self._memory_of(message.stage, flat)
         last = self._memory_of((message.stage, span, LAST), flat.new_empty(codec.reductions[-1]))
         codec.all_reduce(flat, span, residuals, last, partial(self._add_up, comm))
@@ -141,7 +141,7 @@ class Encoded:
         return len(encoded)
 
     def _encoded(self, flat: Tensor, span: Span, stage: str, codec: Codec) -> Tensor:
-        """Return a span of `flat` as bytes; with feedback, keep the error as the residual."""
+        """Return a span of `flat`, encoded as bytes; with feedback, keep the error as residual."""
         part, codec = slice(*span), codec.within(*span)
         if not codec.feedback or part.start == part.stop:
             return encode(flat[part], codec)
@@ -157,7 +157,7 @@ class Encoded:
         return self.memory[name]
 
     def _add_up(self, comm: MPI.Intracomm, numbers: Tensor) -> None:
-        """All-reduce in place."""
+        """All-reduce `numbers` in place."""
         place = numbers.device if self._direct else torch.device("cpu")
         buffer = numbers.to(place)
         synchronize(buffer)

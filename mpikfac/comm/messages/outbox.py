@@ -3,7 +3,7 @@
 Messages become ready at different times and in different orders on different ranks, but all ranks
 must send them in the same order. The sending threads therefore determine together which messages
 are ready on every rank, and send the most urgent of them as a batch: several small messages, or a
-piece of a large one. They agree on the next batch while the current one is sent. Between two
+piece of a large one. They agree on the next batch while the current one is being sent. Between two
 batches, an urgent message can overtake those that were ready earlier.
 """
 
@@ -160,13 +160,13 @@ class Outbox:
             return bool(self._waiting())
 
     def _waiting(self) -> dict[int, Letter]:
-        """Return the messages with pieces that are not in a batch."""
+        """Return the messages with pieces that are not in a batch yet, by number."""
         with self._changed:
             return {number: letter for number, letter in self._letters.items() if letter.pieces}
 
 
 def next_batch(letters: dict[int, Letter]) -> Batch:
-    """Take the most urgent pieces, up to `BATCH` elements in total, but at least one piece."""
+    """Take the most urgent pieces of `letters`, up to `BATCH` elements, but at least one piece."""
     order = sorted(letters, key=lambda number: (letters[number].urgency, number))
     pieces = [(letters[n], piece) for n in order for piece in letters[n].pieces]
     sizes = accumulate(piece.size for _, piece in pieces)

@@ -1,4 +1,4 @@
-"""Overlap reductions over the world with computation, in a thread that calls MPI.
+"""Overlap reductions over ranks with computation, in a thread that calls MPI.
 
 The thread's buffers are in host memory, because Open MPI crashes in non-blocking reductions of
 device buffers.
@@ -76,7 +76,7 @@ class OverlappedSums:
         self.ready_blocks.clear()
 
     def abort_batch(self, world: MPI.Intracomm) -> None:
-        """Drop a batch that no step will use; if any rank has sent a block of it, send all of it.
+        """Drop a batch that no step will use; if any rank has a ready block of it, send all of it.
 
         Collective over: world.
         """
@@ -87,12 +87,12 @@ class OverlappedSums:
 
 
 class ProgressThread:
-    """Run the thread that sends overlapped reductions over the world.
+    """Run the thread that sends overlapped reductions over the communicator `world`.
 
     Collective over: world.
 
     Attributes:
-        comm: a communicator of all ranks, used only by this thread.
+        comm: a duplicate of `world`, used only by this thread.
 
     Raises:
         ValueError: MPI does not support calls from several threads.
@@ -101,7 +101,7 @@ class ProgressThread:
     def __init__(
         self, world: MPI.Intracomm, trace: Trace, device: torch.device, kept: dict[Hashable, Tensor]
     ) -> None:
-        """Start the thread; the arenas are on `device`, and `kept` is the state of the encoding."""
+        """Start the thread; the arenas are on `device`, and `kept` is `Encoded.memory`."""
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ValueError("overlap=True needs an MPI library that supports THREAD_MULTIPLE")
         self.comm = world.Dup()
@@ -149,8 +149,8 @@ class ProgressThread:
 
     def _ask(self, numbers: list[int]) -> Callable[[], list[int]]:
         """Start determining which messages are in `numbers` on all ranks."""
-        # `answer` refers to this array and thus keeps both buffers alive, which mpi4py does not do
-        # for non-blocking operations.
+        # Both buffers are rows of one array, which stays alive because `answer` refers to a row;
+        # mpi4py does not keep the buffers of non-blocking operations alive.
         ready, everywhere = np.zeros((2, self._numbered), np.uint8)
         ready[numbers] = 1
         request = self.comm.Iallreduce(ready, everywhere, MPI.BAND)
@@ -203,7 +203,7 @@ class ProgressThread:
             synchronize(piece)
 
     def _sum(self, message: Message, numbers: Tensor, flight: int) -> None:
-        """Reduce with MPI, to which bfloat16 is passed as integers."""
+        """Reduce `numbers` with MPI; bfloat16 values are passed to it as integers."""
         with (
             self._buffers.on_host(numbers, message.stage) as buffer,
             self._trace.stage(message.stage, message.over, numbers.nbytes, flight),

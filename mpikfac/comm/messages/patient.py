@@ -48,11 +48,11 @@ class Patient:
         sleep_until(self._comm.Iallgather(sent, received))
 
     def Alltoall(self, sent: Any, received: Any) -> None:
-        """Send a part of equal size to every member."""
+        """Send a part to every member, and receive one from each; all parts have equal size."""
         sleep_until(self._comm.Ialltoall(sent, received))
 
     def Alltoallv(self, sent: Any, received: Any) -> None:
-        """Send a part of any size to every member."""
+        """Send a part of any size to every member, and receive one from each."""
         sleep_until(self._comm.Ialltoallv(sent, received))
 
 

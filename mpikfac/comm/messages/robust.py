@@ -19,7 +19,7 @@ class Combiner:
     """Execute messages that have an aggregation rule, on copies in host memory.
 
     Attributes:
-        rules: the rules that need whole vectors, with their state, by stage.
+        rules: the rules that need inner products of whole vectors, with their state, by stage.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -27,7 +27,10 @@ class Combiner:
         self.rules: dict[str, ByVector] = {}
 
     def prepare(self, dealt: Iterable[Message], rank: int, dtype: torch.dtype) -> None:
-        """Initialise the rules that need whole vectors; `dealt` are the messages with shards."""
+        """Initialise the rules that need inner products of whole vectors.
+
+        `dealt` are the messages that distribute the shards over the ranks.
+        """
         for message in dealt:
             rule, ranks = message.rule, len(message.spans)
             assert isinstance(rule, Aggregation)

@@ -57,7 +57,7 @@ class Sender:
         return 0
 
     def ready(self, *names: str) -> None:
-        """Mark blocks as complete.
+        """Mark blocks of the arena as complete.
 
         Collective over: none.
         """
@@ -76,6 +76,9 @@ class Sender:
 
     def add_up(self, turn: int | None = None) -> None:
         """Reduce the arena over ranks.
+
+        Args:
+            turn: the slot of the refresh whose messages are sent; None: the messages of all layers.
 
         Collective over: world.
 
@@ -106,7 +109,10 @@ class Overlapped(Sender):
         divided: Sequence[Tensor] = (),
         urgency: int = 0,
     ) -> None:
-        """Start a sending thread; `urgency` orders the messages of several arenas."""
+        """Start the grid's sending thread, unless it runs already.
+
+        Messages of arenas with a lower `urgency` are sent first.
+        """
         super().__init__(grid, arena, messages, divided)
         self._sums = grid.overlapped(messages[None], arena.layout, arena.flat, urgency)
 
@@ -115,7 +121,7 @@ class Overlapped(Sender):
         return name in self._sums.ready_blocks
 
     def ready(self, *names: str) -> None:
-        """Send blocks, whose values must not change until `add_up`.
+        """Send blocks, whose values must not change until `add_up` returns.
 
         Raises:
             RuntimeError: a block was already ready.
