@@ -391,7 +391,7 @@ def apart(count: int) -> list[int]:
 def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) -> dict[str, int]:
     """Assign layers to the slots of a refresh: costliest first, to the slot with the least work.
 
-    The assignment to slots, and therefore the results, do not depend on the number of ranks.
+    Neither the assignment to slots nor, therefore, the results depend on the number of ranks.
     """
     load = [0] * stagger
     turns_of = {}

@@ -279,7 +279,7 @@ def check_layers(
 
 
 def few(rank: int, order: int) -> bool:
-    """Return whether `rank` eigenvectors are faster to compute than all; see `leading_eigenbasis`."""
+    """Return whether `rank` eigenvectors are computed faster than all; see `leading_eigenbasis`."""
     return 4 * rank <= order
 
 

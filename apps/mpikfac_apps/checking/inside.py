@@ -52,7 +52,7 @@ def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
 
 
 def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
-    """Split a layer inside a module into one `Linear` layer per group; return others unchanged."""
+    """Split a product inside a module into a `Linear` layer per group; return others unchanged."""
     if not is_inside(layer):
         return [layer]
     matrix = torch.empty(layer.shape.gradient).to(layer.parameters[0])

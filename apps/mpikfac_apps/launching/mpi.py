@@ -87,7 +87,7 @@ def loaded_mpi(environ: Mapping[str, str]) -> Mpi:
 
 
 def library_path(starter: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variable with which mpi4py loads the library of a given launcher."""
+    """Return the environment variable that makes mpi4py load the library of the given launcher."""
     if starter is None or "MPI4PY_LIBMPI" in environ:
         return {}
     prefix = Path(starter).resolve().parent.parent
@@ -96,7 +96,7 @@ def library_path(starter: str | None, environ: Mapping[str, str]) -> dict[str, s
 
 
 def starter_of(maker: str, library: Path, path: str | None) -> str | None:
-    """Return the launcher next to a library, or otherwise on the path; None if there is none."""
+    """Return the launcher next to a library or, failing that, on `path`; None if there is none."""
     folders = [folder / "bin" for folder in library.parents]
     places = os.pathsep.join([*map(str, folders), path or os.defpath])
     for folder in places.split(os.pathsep):

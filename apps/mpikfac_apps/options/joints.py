@@ -42,7 +42,7 @@ def fields_of(options: type[Any]) -> set[str]:
 
 
 def allowed(base: type[Choice]) -> str:
-    """Return a description of a joint's types."""
+    """Return a description of the types that a joint accepts."""
     return f"one of {', '.join([*named_types(base), OWN])}"
 
 
