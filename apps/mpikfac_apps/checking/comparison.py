@@ -211,7 +211,7 @@ def autograd_errors(
 
 
 def solve_error(name: str, preconditioner: str, step: CheckedStep) -> float:
-    """Return the relative error of a layer's direction against the dense solve."""
+    """Return the relative error of a layer's direction, compared with a dense solve."""
     expected = reference.solve(preconditioner, step.gradients[name], step.factors[name], DAMPING)
     return error(step.directions[name], expected)
 

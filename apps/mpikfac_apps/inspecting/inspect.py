@@ -52,7 +52,7 @@ class Inversion:
         return PRECONDITIONERS.get(name, self.run)
 
     def described(self) -> str:
-        """Return a description of the inversion."""
+        """Return a description of the inversion: the damping and the preconditioners."""
         kind = "relative damping" if self.relative else "damping"
         return (
             f"{kind} {self.damping:g} and preconditioner {self.names}"

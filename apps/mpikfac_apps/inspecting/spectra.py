@@ -77,7 +77,7 @@ def natural(name: str) -> list[str | int]:
 
 
 def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
-    """Return the stored averages of a layer by name: A `[inputs, inputs]`, G `[outputs, outputs]`.
+    """Return a layer's stored factors by name: A `[inputs, inputs]` and G `[outputs, outputs]`.
 
     The shape is `[count, n, n]` if the layer has groups or a factor is a diagonal. "A0", "A1", ...
     are blocks along the diagonal of A.

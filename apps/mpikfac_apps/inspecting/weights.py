@@ -14,7 +14,7 @@ from mpikfac import files
 from mpikfac_apps.inspecting.options import check_package
 
 LARGER = 2**30
-"""The bytes by which a file can exceed the network in float64, because last modules can differ."""
+"""The bytes by which a file can exceed the network in float64: its last module can be larger."""
 
 
 def read(path: Path, model: nn.Module) -> dict[str, Tensor]:

@@ -109,7 +109,7 @@ def starter_of(maker: str, library: Path, path: str | None) -> str | None:
 def command(
     mpi: Mpi, ranks: int, program: Collection[str], environ: Mapping[str, str]
 ) -> list[str]:
-    """Return the command that starts a program on ranks; MPIRUN_FLAGS replaces the options.
+    """Return the command that starts a program on ranks; MPIRUN_FLAGS replaces `usual_flags`.
 
     Raises:
         ValueError: Open MPI would refuse to start ranks for root.
@@ -126,8 +126,9 @@ def command(
 def usual_flags(mpi: Mpi, ranks: int) -> list[str]:
     """Return the options for a job whose ranks all run on this machine.
 
-    With --oversubscribe, waiting ranks yield their core. Open MPI would otherwise bind each rank
-    to a core, and two jobs would share core 0. MPICH and Intel MPI need no option.
+    If there are more ranks than cores, Open MPI needs --oversubscribe, with which waiting ranks
+    yield their core. Otherwise, it needs --bind-to none: by default, it would bind each rank to a
+    core, and two jobs would share core 0. MPICH and Intel MPI need no option.
     """
     if mpi.maker != OPEN:
         return []

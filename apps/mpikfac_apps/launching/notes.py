@@ -104,7 +104,7 @@ class Output:
         return above + b"\n" if unfinished else above
 
     def _pass(self, content: bytes) -> None:
-        """Write lines, or a part of a line."""
+        """Write lines, or a part of a line, to the target."""
         if self._dropped:
             content = content.lstrip(b"\0")
         if not content:
@@ -118,7 +118,7 @@ class Output:
 
 
 def rule_of(line: bytes) -> bytes:
-    """Return the rule at the end of a line; b"" if there is none of the right length."""
+    """Return the rule at the end of a line; b"" if there is no rule, or only a longer one."""
     text = line.strip(b"\0\r\n")
     rule = next((rule for rule in (DASHES, SIGNS) if text.endswith(rule)), b"")
     return b"" if text.removesuffix(rule).endswith(rule[:1] or b" ") else rule

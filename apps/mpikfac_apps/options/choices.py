@@ -14,8 +14,8 @@ from mpikfac_apps.options.sources import OptionSource, belongs, settled
 def with_choices(strategy: Strategy, given: Mapping[str, Any]) -> Strategy:
     """Return a strategy with the options in `given`, keyed by names such as "refresh.staleness".
 
-    If `given` changes the type of a joint (an option such as "refresh.type", which names a type
-    with its own options), the options of the former type are dropped.
+    If `given` changes the type of a joint (an option such as "sync.type", which names a type with
+    its own options), the options of the former type are dropped.
 
     Raises:
         ValueError: the strategy has no such option, or choices cannot be combined.

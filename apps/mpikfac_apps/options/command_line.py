@@ -46,7 +46,7 @@ Usual = Callable[[type, Mapping[str, Any]], Mapping[str, Any]]
 HELP = ("-h", "--help", "--print_config")
 HELP_ALL = {"--help_all": "--help"}
 NAME = "NAME"
-"""The placeholder for a type in help."""
+"""The placeholder for the name of a type in help."""
 
 
 @dataclass(frozen=True)
@@ -209,10 +209,10 @@ def _names(arguments: Sequence[str]) -> list[str]:
 
 
 def _value(option: Leaf, raw: Any) -> Any:
-    """Check the value of an option, and return it.
+    """Return the value of an option after checking it; convert a string if the option needs it.
 
     Raises:
-        ValueError: the value is missing or out of bounds.
+        ValueError: the value is missing, malformed or out of bounds.
     """
     if option.default is REQUIRED and raw in (None, []):
         name = option.key if option.positional else f"--{option.key}"

@@ -18,7 +18,7 @@ C = TypeVar("C", bound=Choice)
 OWN = "FILE.py:CLASS"
 
 _spelled: dict[type, str] = {}
-"""User-defined types, by the text FILE.py:CLASS that named them."""
+"""For each user-defined type, the text FILE.py:CLASS that named it."""
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ NULLS = ("null", "~")
 
 @dataclass(frozen=True)
 class Presets:
-    """Values of options by name, such as the named strategies.
+    """Sets of option values that have a name, such as the named strategies.
 
     Attributes:
         key: the option that names a preset.
@@ -36,7 +36,7 @@ class Presets:
 
 
 class OptionSource:
-    """Values of options by key, from a source other than the command line.
+    """A source of option values by key; subclasses read the command line and YAML.
 
     Attributes:
         values: the values, as a user writes them.

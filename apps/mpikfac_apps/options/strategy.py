@@ -38,7 +38,7 @@ ITEMSIZE = 4  # bytes per float32 value
 OF_STRATEGY = ("preconditioner", "inv_update_steps")
 """Settings of `KFAC` that a strategy can set."""
 TUNED = ("transport.fusion", "assignment.replicate_below")
-"""The choices that depend on the machine."""
+"""The choices that are tuned to a machine, unless options set them."""
 
 
 def preconditioner_of(settings: Mapping[str, Any]) -> Preconditioner:

@@ -34,8 +34,8 @@ class Foreseen:
 
     Attributes:
         plan: the plan, with factors cut into blocks to meet the budget.
-        factor_update_steps: the steps between updates of factors, once intervals are settled.
-        inv_update_steps: the steps between refreshes, once intervals are settled.
+        factor_update_steps: the steps between updates of factors, once this number no longer grows.
+        inv_update_steps: the steps between refreshes, once this number no longer grows.
         times: the number of operations in a step, divided by the number in its passes alone.
         line: a line about these operations, as a run logs it; "" if the calls are unknown.
     """
@@ -81,7 +81,7 @@ def foreseen(
     calls: Calls,
     passes: int,
 ) -> Foreseen:
-    """Return the plan and the intervals of a run after its first batch.
+    """Return the predicted plan, intervals and cost of a run after its first batch.
 
     Args:
         preconditioner: the plan's preconditioner.

@@ -44,7 +44,8 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
             contain only messages.
 
     Raises:
-        ValueError: a message has no counterpart in Chakra, or the plan has other kinds of steps.
+        ValueError: a message has no counterpart in Chakra, or the plan has kinds of steps other
+            than `KINDS`.
         OSError: a file cannot be written.
     """
     _check_kinds(plan)
@@ -180,7 +181,7 @@ def attribute(name: str, value: bool | int | str) -> bytes:
 
 
 def field(number: int, value: int | str | bytes) -> bytes:
-    """Return a field: a non-negative integer, or a text or message preceded by its length."""
+    """Return a field: a non-negative integer, or a string or message preceded by its length."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     content = value.encode() if isinstance(value, str) else value

@@ -45,7 +45,7 @@ SLOW = 20_000  # the number of ranks above which planning is slow
 TABLE = 60  # maximum number of layers with a line each; in larger models, layers share lines
 
 Kind = tuple[str, str, str]
-"""Stage, collective and communicator of messages."""
+"""The stage, collective and communicator that messages have in common."""
 Sent = tuple[tuple[Kind, tuple[int, int, int]], ...]
 """What a rank sends in a step: the number, bytes and wire bytes of each kind of message."""
 
@@ -76,7 +76,7 @@ def print_plan(options: PlanOptions) -> int:
 
 
 def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
-    """Return the plan of a run after the first batch.
+    """Return the plan of a run with the options, after the first batch.
 
     Raises:
         ValueError: options cannot be combined.
