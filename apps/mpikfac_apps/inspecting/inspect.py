@@ -169,8 +169,8 @@ def numbers(values: Tensor) -> tuple[str, ...]:
 def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> Inversion:
     """Return how the run that wrote a checkpoint inverts factors.
 
-    If the checkpoint is not in a run directory, eigenbases without damping are assumed. An adapted
-    damping is read from the checkpoint.
+    If the run's config.yaml is missing or does not determine the damping, eigenbases without
+    damping are assumed. An adapted damping is read from the checkpoint.
     """
     folder = checkpoint.path.resolve().parent.parent
     try:

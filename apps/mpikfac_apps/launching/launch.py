@@ -113,8 +113,8 @@ def _check_timeout(timeout: str, name: str) -> None:
     """Check the time limit of a watchdog, for the program `name`.
 
     Raises:
-        ValueError: the limit is not a number of seconds, or the program is one of mpikfac's, which
-            have their own option.
+        ValueError: the limit is not a number of seconds, or the program is one of mpikfac's
+            programs, which have their own option.
     """
     if name in PROGRAMS:
         raise ValueError(

@@ -5,8 +5,8 @@ the metadata, then the nodes, as defined in schema/protobuf/et_def.proto of mlco
 encoding takes only a few lines, so the program does not depend on protobuf.
 
 Nodes follow one another in the order of the step; overlapped messages are no exception. A
-collective is a single node, even if it is sent in pieces. In Chakra, all ranks
-contribute shards of equal size to a gather, so the mean size of the shards is written.
+collective is a single node, even if it is sent in pieces. In Chakra, all ranks contribute shards of
+equal size to a gather, so the mean size of the shards is written.
 """
 
 from __future__ import annotations
