@@ -17,8 +17,9 @@ class Codec:
     """An encoding that sends values in fewer bytes.
 
     Derive from this class to define an encoding: set `name`, and define `size`, `encode` and
-    `add_decoded`. Plans compare codecs by their type and fields, so a codec with fields is a frozen
-    dataclass. Plans work without torch, so methods that compute on tensors import it themselves.
+    `add_decoded`. Plans compare codecs by their type and fields, so a codec with fields must be a
+    frozen dataclass. Plans work without torch, so methods that compute on tensors import it
+    themselves.
 
     Attributes:
         name: the name of the encoding in plans and predictions.
@@ -48,12 +49,12 @@ class Codec:
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """The elements of an arena where a message can be cut; empty if it can be cut anywhere."""
+        """The offsets in an arena where a message can be cut; empty if it can be cut anywhere."""
         return ()
 
     @property
     def reductions(self) -> tuple[int, ...]:
-        """The number of elements in each reduction by `all_reduce`; the last result is kept."""
+        """The number of elements in each reduction by `all_reduce`; its last result is kept."""
         return ()
 
     @property
@@ -62,7 +63,7 @@ class Codec:
         return self.feedback + self.delays
 
     def within(self, start: int, stop: int) -> Codec:
-        """Return the codec for a span of the arena."""
+        """Return the codec for messages that contain only the elements from `start` to `stop`."""
         return self
 
     def size(self, elements: int, itemsize: int) -> int:
@@ -86,7 +87,7 @@ class Codec:
         raise NotImplementedError(f"{type(self).__name__} does not define add_decoded()")
 
     def accumulate(self, velocity: Any, values: Any) -> Any:
-        """Return what is encoded in place of `values` `[n]`, and update `velocity` `[n]`.
+        """Return the tensor to encode in place of `values` `[n]`, and update `velocity` `[n]`.
 
         Called only if `delays` is true.
         """

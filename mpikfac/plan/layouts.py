@@ -22,15 +22,17 @@ class Layouts:
     """The layouts of a rank's arenas.
 
     Attributes:
-        statistics: a batch's factors, each a sum next to its number of examples; sorted with
-            `by_form`, or owner by owner if factors are reduced to owners.
+        statistics: the factors of a batch, each as a sum with its number of examples; sorted with
+            `by_form`, and also owner by owner if factors are reduced to owners.
         squares: statistics as square matrices, if these are sent; otherwise empty.
         averages: running averages, sorted with `by_form`.
-        bases: the decompositions: one segment per row of the column, and one for the factors that
-            every worker decomposes.
+        bases: the decompositions. If they are sent, there is one segment per row of the rank's
+            column, and one for the factors that every worker decomposes; otherwise, there is a
+            single segment.
         denominators: the damped products of eigenvalues of the layers that the rank preconditions.
         gradients: all gradients, with layers of the same form next to each other; one segment per
-            updater if owners update layers.
+            rank if owners update layers. In a sharded model, there are two segments: the means
+            over ranks, and the gradients that the rank receives.
         directions: preconditioned gradients, column by column; only those that this rank computes
             if owners update layers.
 
@@ -49,7 +51,7 @@ class Layouts:
 def of_statistics(
     factors: Iterable[Factor], ranks: int, strategy: Strategy, square: bool = False
 ) -> Layout:
-    """Return the layout of the factors' sums and their counts.
+    """Return the layout of the sums of factors, and of the number of examples in each sum.
 
     Args:
         square: whether factors are square matrices instead of packed triangles.
@@ -57,7 +59,7 @@ def of_statistics(
     factors = by_form(factors)
     sums = [(factor.name, factor.block(2) if square else factor.packed) for factor in factors]
     counts: list[Block] = [(factor.counted, (1,)) for factor in factors]
-    # Counts are next to their sums, or after all sums if the sums are encoded.
+    # Each count follows its sum; if sums are encoded, all counts follow all sums.
     encoded = strategy.compression.factors is not None
     blocks = sums + counts if encoded else [block for pair in zip(sums, counts) for block in pair]
     if strategy.assignment.factor_reduction != "reduce_scatter":
@@ -80,9 +82,9 @@ def of_blocks(segments: Iterable[Iterable[Factor]]) -> Layout:
 
 
 def of_requests(factors: Iterable[Factor]) -> Layout:
-    """Return the layout of a request to a curvature server: damping, then packed factors.
+    """Return the layout of a request to a curvature server: dampings or flags, then packed factors.
 
-    The damping of a factor ("conv1.A+") can depend on the other factor of the layer.
+    The damping of a factor (in the block "conv1.A+") can depend on the layer's other factor.
     """
     factors = tuple(factors)
     # For each factor, the damping, or a flag: 1 if the decomposition needs float64, otherwise 0.
@@ -95,7 +97,7 @@ def of_requests(factors: Iterable[Factor]) -> Layout:
 
 
 def of_denominators(layers: Iterable[PlannedLayer]) -> Layout:
-    """Return the layout of damped products of eigenvalues."""
+    """Return the layout of the damped products of eigenvalues of `layers`."""
     eigen = (layer for layer in by_kind(layers) if layer.preconditioner.denominators)
     return lay_out([[(layer.name, layer.shape.denominators) for layer in eigen]])
 
@@ -106,7 +108,7 @@ def of_gradients(layers: Iterable[PlannedLayer]) -> list[Block]:
 
 
 def counted(blocks: Iterable[Block]) -> list[Block]:
-    """Return the blocks, each followed by its number of examples."""
+    """Return the blocks, each followed by a block for its number of examples."""
     return [entry for block in blocks for entry in (block, (count_of(block[0]), (1,)))]
 
 
@@ -127,7 +129,7 @@ def by_kind(
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, Sequence[Item]]:
-    """Return the items of each key, in order."""
+    """Return the items by key; items with the same key stay in order."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -17,7 +17,7 @@ from mpikfac.plan.roles import Factor, PlannedLayer, RankGrid, in_messages
 
 
 class Itemsizes(NamedTuple):
-    """Bytes per value in statistics and gradients, in running averages, and in decompositions."""
+    """Bytes per value of statistics and gradients, of running averages, and of decompositions."""
 
     numbers: int
     averages: int
@@ -29,18 +29,18 @@ class RankPlan:
     """What a rank computes and stores: factors, layers and layouts, created once.
 
     Attributes:
-        grid: all ranks as rows and columns.
+        grid: the grid of all ranks in rows and columns.
         layers: the covered layers.
         uncovered: names and shapes of uncovered tensors that are sent with the gradients.
         means: the names of those tensors in `uncovered` that are always averaged over ranks.
         updaters: the rank that updates each layer or uncovered parameter, if the optimizer is
             sharded.
-        preconditioners: the run's preconditioner, then the layers with a different one: "eigen, fc:
-            eva".
-        split: the split layers of the model.
+        preconditioners: the run's preconditioner, then each layer with a different preconditioner,
+            such as "eigen, fc: eva".
+        split: which layers are split over groups of ranks, and how.
         sharding: the parameters of which each rank holds a shard.
-        replaced: functions of extensions that replace functions in `stages`, by the name of the
-            stage.
+        replaced: the functions of extensions that replace functions of the module `stages`, by the
+            name of the stage.
     """
 
     rank: int
@@ -75,14 +75,14 @@ class RankPlan:
 
     @property
     def pooled(self) -> int:
-        """The number of equal shards whose statistics are pooled: all parts, all ranks, or 1."""
+        """The number of equal shards of a batch whose statistics are pooled; 1 without pooling."""
         alone = not self.strategy.sync.factor_aggregation.sums
         alone |= self.strategy.assignment.factor_reduction == "local"
         return 1 if alone else self.strategy.transport.virtual_ranks or self.grid.count
 
     @property
     def turns(self) -> list[int | None]:
-        """The possible values of `turn`: None for all layers, and the slots if there are any."""
+        """None for a refresh of all layers, then the slots if the refresh is staggered."""
         stagger = self.strategy.refresh.stagger
         return [None, *range(stagger)] if stagger > 1 else [None]
 
@@ -94,15 +94,15 @@ class RankPlan:
     def steps(self, name: str) -> bool:
         """Return whether the rank updates the layer or parameter `name`.
 
-        In a sharded model, the rank that computes the step counts as the updater, and running
-        statistics are updated by every rank.
+        In a sharded model, the rank that computes the step of a parameter counts as its updater,
+        and running statistics are updated by every rank.
         """
         everywhere = not self.owner_updates or (self.sharding and name in self.means)
         return bool(everywhere) or self.updaters[name] == self.rank
 
     @cached_property
     def factors(self) -> tuple[Factor, ...]:
-        """All factors in model order."""
+        """The factors of all covered layers, in model order."""
         return tuple(factor for layer in self.layers for factor in layer.factors)
 
     @cached_property
@@ -127,7 +127,7 @@ class RankPlan:
         return self.owned if to_owners else self.recorded
 
     def decomposed(self, turn: int | None = None) -> tuple[Factor, ...]:
-        """Return the factors that the rank decomposes for its column, then those for itself only.
+        """Return the factors that the rank decomposes for its column, then those only for itself.
 
         Args:
             turn: the slot of a refresh; None for all layers.
@@ -153,17 +153,17 @@ class RankPlan:
 
     @cached_property
     def _replicated(self) -> tuple[Factor, ...]:
-        """Factors that every worker of the column decomposes, including the rank."""
+        """Factors that every worker of the rank's column decomposes, including the rank."""
         return tuple(f for f in self.factors if f.replicated and f.column == self.column)
 
     @cached_property
     def _of_owner(self) -> dict[int, Sequence[Factor]]:
-        """Factors that each owner decomposes for its column, in model order."""
+        """By owner, the factors that it decomposes for its column, in model order."""
         return grouped((f for f in self.factors if not f.replicated), lambda f: f.owner)
 
     @cached_property
     def _of_column(self) -> dict[int, Sequence[PlannedLayer]]:
-        """Layers of each column, in model order."""
+        """By column, the layers that the column owns, in model order."""
         return grouped(self.layers, lambda layer: layer.column)
 
     @cached_property
@@ -241,7 +241,7 @@ class RankPlan:
         return lay_out(blocks.get(column, ()) for column in range(self.grid.columns))
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of every arena of `layouts`, and of the parts of a batch."""
+        """Return the bytes of every arena of `layouts`, and of the sums of the parts of a batch."""
         numbers, averages, bases = self.itemsizes
         itemsizes = {"averages": averages, "bases": bases}
         sizes = {
@@ -254,4 +254,4 @@ class RankPlan:
 
 
 Stage = Callable[[RankPlan, int | None], list[Message]]
-"""A function that returns a rank's messages in a stage, for one slot of a refresh or for all."""
+"""A function that returns a rank's messages in a stage, for a slot of a refresh; None for all."""

@@ -29,13 +29,13 @@ class Operations:
         return Operations(*(a + b for a, b in zip(_values(self), _values(other))))
 
     def updates(self, factors: float, bases: float) -> float:
-        """Return the operations of `factors` updates of factors and `bases` decompositions."""
+        """Return the multiplications of `factors` factor updates and `bases` refreshes together."""
         return factors * self.statistics + bases * self.decomposition
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The vectors of a layer in a batch.
+    """The number of vectors that a layer processes in a batch.
 
     Attributes:
         vectors: the number of vectors in the passes; 0 for an embedding, which multiplies nothing.
@@ -68,7 +68,8 @@ def operations(layer: LayerShape, form: Form, seen: Seen, orthogonal: bool) -> O
     """Return the operations of a layer.
 
     Args:
-        seen: the vectors of all ranks.
+        form: the description of the layer's preconditioner.
+        seen: the vectors that all ranks together process.
         orthogonal: whether directions are made orthogonal.
     """
     elements, factors = math.prod(layer.gradient), layer.factors

@@ -49,14 +49,14 @@ class Plan:
         uncovered: names and shapes of uncovered tensors that are sent with the gradients.
         means: the names of those tensors in `uncovered` that are always averaged over ranks:
             running statistics and votes.
-        forms: descriptions of preconditioners: the run's, then those that layers name.
+        forms: descriptions of the run's preconditioner, and then of those that layers name.
         itemsize: bytes per value, except in running averages and decompositions.
-        columns_of: the column of every layer.
+        columns_of: the column of ranks that owns each layer.
         owners: the rank that decomposes each factor ("conv1.A").
         updaters: the rank that updates each layer or uncovered parameter, if the optimizer is
             sharded.
         turns_of: the slot of every layer in a refresh, from 0 to `stagger` - 1.
-        split: the split layers of the model.
+        split: which layers are split over groups of ranks, and how.
         sharding: the parameters of which each rank holds a shard.
     """
 
@@ -77,7 +77,7 @@ class Plan:
     sharding: Sharding
 
     def of(self, rank: int) -> RankPlan:
-        """Return the roles and layouts of a rank; they are created once."""
+        """Return the roles and layouts of a rank, which are created in the first call."""
         if rank not in self._of_ranks:
             of_rank = RankPlan(
                 rank=rank,
@@ -97,11 +97,11 @@ class Plan:
 
     @cached_property
     def _of_ranks(self) -> dict[int, RankPlan]:
-        """The plans of ranks created so far."""
+        """The plans created so far, by rank."""
         return {}
 
     def digest(self) -> str:
-        """Return a hash of all values, which differs between ranks whose plans differ."""
+        """Return a hash of the plan's values, which differs between ranks whose plans differ."""
         return hashlib.sha256(repr(_values(self)).encode()).hexdigest()[:16]
 
     # -- who does what ---------------------------------------------------------------------------
@@ -121,12 +121,12 @@ class Plan:
 
     @property
     def preconditioner(self) -> str:
-        """The name of the run's preconditioner; "" if no layer is covered."""
+        """The name of the run's preconditioner; "" if the plan has no preconditioner."""
         return self.forms[0].name if self.forms else ""
 
     @property
     def all_preconditioners(self) -> str:
-        """The run's preconditioner, then the layers with a different one: "eigen, fc: eva"."""
+        """The run's preconditioner, then layers with a different one, such as "eigen, fc: eva"."""
         run = self.forms[0].kept if self.forms else ""
         kept = ((layer.name, layer.preconditioner.kept) for layer in self.covered)
         return ", ".join([run, *(f"{name}: {form}" for name, form in kept if form != run)])
@@ -143,8 +143,9 @@ class Plan:
     def load(self, rank: int) -> int:
         """Return the work of `rank` in a refresh: the sum of n^p over its factors of order n.
 
-        The exponent p is the preconditioner's `Form.work`. For a low-rank factor, the work of the
-        iteration is counted; a vector needs no work.
+        The exponent p is the preconditioner's `Form.work`. If p is 3 and only a few eigenvectors of
+        a factor are kept, the operations of the iteration that computes them are counted. A vector
+        is not decomposed, so it needs no work.
         """
         factors = self.of(rank).decomposed()
         return sum(f.work(f.preconditioner.work) for f in factors if not f.preconditioner.vector)
@@ -152,7 +153,7 @@ class Plan:
     # -- what is sent and kept -------------------------------------------------------------------
 
     def memory(self, rank: int) -> dict[str, int]:
-        """Return the bytes of every arena on `rank`, including parts of a batch."""
+        """Return the bytes of every arena on `rank`, including the sums of the parts of a batch."""
         of_rank = self.of(rank)
         sizes = of_rank.memory() | extensions.memory(of_rank)
         return dict(sorted(sizes.items(), key=lambda kind: names.MEMORY.index(kind[0])))
@@ -173,7 +174,8 @@ class Plan:
             statistics: whether the step computes new factors (`factor_update_steps`).
             refresh: whether the step decomposes factors (`inv_update_steps`).
             clip: whether the step is clipped; this needs a message if no rank has all directions.
-            turn: the slot of a staggered refresh, which covers some of the layers; None for all.
+            turn: the slot of a staggered refresh, which covers some of the layers; None for all
+                layers.
         """
         return step_messages(self.of(rank), statistics, refresh, clip, turn)
 
@@ -195,13 +197,13 @@ def plan_for(
 
     Args:
         uncovered: names and shapes of uncovered parameters and buffers.
-        forms: descriptions of preconditioners: the run's, then those that layers can name.
-        itemsize: bytes per element.
+        forms: descriptions of the run's preconditioner, and then of those that layers can name.
+        itemsize: bytes per element, except in running averages and decompositions.
         factor_itemsize: bytes per element of running averages; `itemsize` if None.
         basis_itemsize: bytes per element of decompositions; `itemsize` if None.
         means: the names of those tensors in `uncovered` that are always averaged over ranks.
-        split: the split layers of the model.
-        sharding: the parameters of which each rank holds a shard.
+        split: which layers are split over groups of ranks, and how; None for no split layers.
+        sharding: the parameters of which each rank holds a shard; None if there are none.
 
     Raises:
         ValueError: a choice is not supported; the message states its requirements.
@@ -247,7 +249,7 @@ def plan_for(
 def step_messages(
     rank: RankPlan, statistics: bool, refresh: bool, clip: bool = True, turn: int | None = None
 ) -> list[Message]:
-    """Return the messages of a step on a rank, in order, with extensions; see `Plan.messages`."""
+    """Return a rank's messages in a step, including those of extensions; see `Plan.messages`."""
     default = stages.messages(rank, statistics, refresh, clip, turn)
     extended = extensions.messages(rank, statistics, refresh, turn)
     return sorted(default + extended, key=lambda message: names.IN_STEP.index(message.stage))
@@ -280,10 +282,11 @@ def _forms_of(layers: Iterable[LayerShape], forms: Sequence[Form]) -> dict[str, 
 def _check_layers(
     layers: Sequence[LayerShape], ranks: int, strategy: Strategy, forms: Sequence[Form]
 ) -> None:
-    """Check that the layers' preconditioners and ranks are compatible with the strategy.
+    """Check the preconditioner of each layer, and the number of eigenvectors that it keeps.
 
     Raises:
-        ValueError: a preconditioner or a rank is incompatible with the strategy.
+        ValueError: a preconditioner or a number of eigenvectors is invalid, or incompatible with
+            the strategy.
     """
     names = tuple(form.name for form in forms)
     for layer in layers:

@@ -54,8 +54,8 @@ class Factor(FactorShape):
         replicated: whether every worker of the layer decomposes the factor, so nothing is sent.
         packed: the shape in which the factor is recorded, kept and sent.
         blocks: the decomposition's blocks; gradients are multiplied by the first one.
-        counted: the name of the block with the number of examples, next to the factor's sum.
-        added: the name of the factor's damping in a request to a curvature server.
+        counted: the name of the block that holds the number of examples in the factor's sum.
+        added: the name of the factor's damping, or of its flag, in a request to a curvature server.
     """
 
     layer: str
@@ -74,7 +74,7 @@ class Factor(FactorShape):
 
     @property
     def damping(self) -> Shape:
-        """The shape of the damping in the decomposition: `[]`, or `[groups]` with groups."""
+        """The shape of the factor's damping: `[]`, or `[groups]` if its layer has groups."""
         return () if self.groups == 1 else (self.groups,)
 
 
@@ -111,7 +111,7 @@ class PlannedLayer:
 
     @property
     def form(self) -> Hashable:
-        """A key that layers have in common if their shapes are equal, wherever they are placed."""
+        """A key that layers of equal shape and preconditioner share, wherever they are placed."""
         blocks = [(factor.side, *(b[1:] for b in factor.blocks)) for factor in self.factors]
         return self.preconditioner.name, self.rescaled, self.shape.gradient, tuple(blocks)
 
@@ -122,7 +122,7 @@ class PlannedLayer:
         return self.fused, self.turn, self.form, tuple(owners)
 
     def side(self, side: str) -> tuple[Factor, ...]:
-        """Return the factors of A or of G; none if it is the identity."""
+        """Return the factors of A or of G; none if this side is the identity."""
         return tuple(factor for factor in self.factors if factor.side == side)
 
 
@@ -133,9 +133,10 @@ class RankGrid:
     Attributes:
         count: the number of training ranks.
         workers: the number of rows, which is also the number of gradient workers of a layer.
-        per_node: the number of ranks per node; None for one level of communication.
-        curvature: the number of ranks that decompose for the training ranks.
-        distribution: the groups of split layers.
+        per_node: the number of ranks per node; None if messages are not split into two levels,
+            within nodes and between nodes.
+        curvature: the number of curvature servers, which decompose factors for the training ranks.
+        distribution: the groups of ranks over which layers are split.
     """
 
     count: int
@@ -180,16 +181,16 @@ class RankGrid:
         return inside if over == IN_NODE.format(kind) else between
 
     def seat(self, team: range, rank: int) -> Seat | None:
-        """Return the seat of `rank` in a team with two levels; None for one level."""
+        """Return the seat of `rank` in a team that sends at two levels; None if it sends at one."""
         return None if self.per_node is None else seat(team, rank, self.per_node)
 
     def curvature_server(self, rank: int) -> int:
-        """Return the curvature server of owner `rank`; owners are assigned round-robin."""
+        """Return the index of owner `rank`'s curvature server; owners are assigned round-robin."""
         return rank % self.curvature
 
 
 class Placed(NamedTuple):
-    """Where layers and factors are placed, by name.
+    """The columns of layers and the owners of factors, by name.
 
     Attributes:
         columns_of: the column of every layer.
@@ -209,7 +210,7 @@ def with_roles(
     turns_of: Mapping[str, int],
     updaters: Mapping[str, int],
 ) -> tuple[PlannedLayer, ...]:
-    """Return the layers, with roles of layers and factors that are derived from their placement.
+    """Return the layers with the roles of layers and factors, which follow from their placement.
 
     Args:
         forms: descriptions of the layers' preconditioners, by the layer's name.
@@ -334,7 +335,7 @@ def place(
     placed: dict[str, int] = {}
     columns_of: dict[str, int] = {}
     for cost, layer, names in sorted(jobs, key=lambda job: -job[0]):
-        # The first factor to be placed fixes the layer's column; the others stay in it.
+        # The first factor to be placed fixes the layer's column; its other factors stay in it.
         column = columns_of.get(layer.name)
         load = loads[turns_of[layer.name]]
         owner = min(in_columns[column], key=load.__getitem__)
@@ -351,7 +352,7 @@ def spread(
     """Return the updater of every uncovered parameter: a rank that updates layers, if there is one.
 
     Every updater takes part in all reductions, so no further ranks become updaters. Parameters are
-    placed largest first, on the rank with the fewest elements.
+    placed largest first, on the rank that has the fewest elements to update.
 
     Args:
         stepped: the number of elements in the layers that each rank updates.
@@ -390,7 +391,7 @@ def apart(count: int) -> list[int]:
 def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) -> dict[str, int]:
     """Assign layers to the slots of a refresh: costliest first, to the slot with the least work.
 
-    Slots, and therefore results, do not depend on the number of ranks.
+    Neither the assignment to slots nor, therefore, the results depend on the number of ranks.
     """
     load = [0] * stagger
     turns_of = {}
@@ -402,7 +403,7 @@ def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) 
 
 
 def _costs(layer: LayerShape, forms: Mapping[str, Form], power: int = 3) -> dict[str, int]:
-    """Return the load of every factor: `order^power`, or less if its decomposition is cheaper.
+    """Return the load of each factor: `order^power`, or less if its decomposition is cheaper.
 
     A vector is not decomposed; its load is the number of its elements. The load of a layer without
     factors is the work to make its direction orthogonal, or the size of the direction.

@@ -28,15 +28,16 @@ class Form:
             vectors, whose squares are the factors; vectors are used as blocks without a
             decomposition.
         damped: whether damping is part of a decomposition; the factor's owner computes it.
-        both: whether the damping of A depends on G, and that of G on A.
+        both: whether the damping of A depends on G, and the damping of G on A.
         denominators: whether damped products of a layer's eigenvalues ("values") are kept.
         rescaled: whether eigenvalues of `G (x) A` are estimated from per-example gradients.
         work: the exponent with which the operations of a decomposition grow with the order.
         products: how many times each side multiplies the gradient to compute a direction.
         whitened: whether the gradient is multiplied by the sides before its factors are computed.
-        timed_as: the name of another preconditioner whose measured times apply; "" for this one.
-        kept_as: the name of its decompositions in a state, if a setting of the preconditioner
-            changes them; "" for `name`.
+        timed_as: the name of another preconditioner whose measured times apply; "" for the times of
+            this preconditioner.
+        kept_as: the name of the decompositions in a state, if a setting of the preconditioner
+            changes the decompositions; "" for `name`.
         needs: what the preconditioner requires of other choices.
     """
 
@@ -87,20 +88,20 @@ class FactorShape:
 
     @cached_property
     def size(self) -> int:
-        """The order of the factor as a single matrix."""
+        """The order of the single block-diagonal matrix that consists of all matrices."""
         return self.count * self.order
 
     @property
     def triangle(self) -> Shape:
-        """The shape of the packed triangles."""
+        """The shape in which the lower triangles of the matrices are packed."""
         return self._several(triangle_shape(self.order))
 
     def block(self, dimensions: int) -> Shape:
-        """Return the factor's shape as a vector, `[order]`, or as a square, `[order, order]`."""
+        """Return the shape of vectors `[order]`, or of squares `[order, order]`, one per matrix."""
         return self._several((self.order,) * dimensions)
 
     def part(self, dimensions: int) -> Shape:
-        """Return the shape of a block of the decomposition; for a full rank, that of `block`.
+        """Return the shape of a block of the decomposition; with a full rank, it is `block`.
 
         With a low rank, `rank` eigenvectors `[order, rank]` are kept, and `[rank + 1]` values, of
         which the first is the mean of all dropped values.
@@ -111,7 +112,7 @@ class FactorShape:
 
     @property
     def values(self) -> int:
-        """The number of distinct eigenvalues of a matrix."""
+        """The number of distinct eigenvalues of each matrix; all dropped ones count as one."""
         return self.order if self.rank is None else self.rank + 1
 
     def work(self, power: int = 3) -> int:
@@ -151,7 +152,7 @@ class LayerShape:
         rescaled: whether preconditioner="ekfac" estimates the eigenvalues of `G (x) A` from
             per-example gradients; otherwise, they remain the products of the eigenvalues of G and
             A.
-        preconditioner: the name of the layer's preconditioner; None for that of the run.
+        preconditioner: the name of the layer's preconditioner; None for the run's preconditioner.
     """
 
     name: str
@@ -186,7 +187,7 @@ class LayerShape:
 
     @property
     def denominators(self) -> Shape:
-        """The shape of the products of eigenvalues: the gradient's, but smaller for a low rank."""
+        """The shape of the eigenvalues' products: `gradient`, with smaller sides for a low rank."""
         outputs, inputs = (self._values(side) for side in "GA")
         return (*self.gradient[:-2], outputs, inputs)
 
@@ -201,7 +202,7 @@ class LayerShape:
         return tuple(factor.name for factor in self.factors) or (self.name,)
 
     def side(self, side: str) -> tuple[FactorShape, ...]:
-        """Return the factors of A or of G; none for the identity."""
+        """Return the factors of A or of G; none if this side is the identity."""
         if side not in self.sides:
             return ()
         name, order = f"{self.name}.{side}", self.inputs if side == "A" else self.outputs
@@ -250,7 +251,7 @@ class LayerShape:
 
 
 def _elements(factor: FactorShape) -> int:
-    """Return the number of elements of the matrices that gradients are multiplied by."""
+    """Return the number of elements of the matrices by which a factor multiplies gradients."""
     return factor.count * factor.order * (factor.rank or factor.order)
 
 
@@ -283,7 +284,7 @@ def few(rank: int, order: int) -> bool:
 
 
 def count_of(name: str) -> str:
-    """Return the name of the block with the number of examples, or the weight, of a sum."""
+    """Return the name of the block with the number of examples in sum `name`, or its weight."""
     return f"{name}#"
 
 

@@ -46,7 +46,7 @@ def messages(
 
 
 def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
-    """Return the reductions of factors, for all layers or for those in a slot."""
+    """Return the reductions of factors, for all layers or for the layers in slot `turn`."""
     if rank.strategy.assignment.factor_reduction == "local":
         return []
     if extension := rank.replaced.get(names.REDUCE_STATISTICS):
@@ -66,7 +66,7 @@ def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
 
 
 def publish_bases(rank: RankPlan, turn: int | None = None) -> list[Message]:
-    """Return the messages that send decompositions to workers, for all layers or for a slot."""
+    """Return the messages that send decompositions to workers, for all layers or slot `turn`."""
     if not rank.publishes_bases:
         return []
     fused = _fused(rank, turn)
@@ -87,7 +87,7 @@ def sum_gradients(rank: RankPlan, without: Collection[str] = ()) -> list[Message
     """Return the reductions of all gradients, except those of the blocks in `without`.
 
     Raises:
-        ValueError: a compressor has a momentum that its codec does not apply.
+        ValueError: the compressor of gradients has a momentum that its codec does not apply.
     """
     layout, compressor = rank.layouts.gradients, rank.strategy.compression.gradients
     apart = rank.strategy.transport.overlap
@@ -108,7 +108,7 @@ def sum_gradients(rank: RankPlan, without: Collection[str] = ()) -> list[Message
 
 
 def publish_directions(rank: RankPlan) -> list[Message]:
-    """Return the messages that send preconditioned gradients to ranks without them."""
+    """Return the messages that send preconditioned gradients to ranks that did not compute them."""
     if rank.owner_updates:
         return []
     kinds = {layer.name: layer.fused for layer in rank.layers}
@@ -126,7 +126,7 @@ def clip(rank: RankPlan) -> list[Message]:
 
 
 def publish_weights(rank: RankPlan) -> list[Message]:
-    """Return the messages that send new weights to ranks without them."""
+    """Return the messages that send new weights to ranks that did not compute them."""
     if not rank.owner_updates:
         return []
     if extension := rank.replaced.get(names.PUBLISH_WEIGHTS):
@@ -173,7 +173,7 @@ def gathered(
     itemsize: int,
     codec: Codec | None,
 ) -> list[Message]:
-    """Return messages that send all segments to all members of `over`; see `messages.gathers`."""
+    """Return messages that send all segments to all ranks of a team; see `messages.gathers`."""
     team = rank.grid.team(rank.rank, over)
     member = team.index(rank.rank)
     of_one_level = gathers(stage, over, layout, kinds.get, member, len(team), itemsize, codec)
@@ -183,7 +183,7 @@ def gathered(
 def in_levels(
     rank: RankPlan, of_one_level: list[Message], team: range, itemsize: int
 ) -> list[Message]:
-    """Convert a team's messages of one level to the levels and shards of the strategy."""
+    """Convert a team's one-level messages to the levels and shards that the strategy chooses."""
     seat = rank.grid.seat(team, rank.rank)
     if (shards := rank.strategy.transport.balanced_shards) is not False:
         member, always = team.index(rank.rank), shards is True
@@ -192,7 +192,7 @@ def in_levels(
 
 
 def _fused(rank: RankPlan, turn: int | None) -> dict[str, int]:
-    """Return, for every factor in a slot, the index of its message in a stage."""
+    """Return the index in a stage of each factor's message, for slot `turn` or for all factors."""
     return {factor.name: factor.fused for factor in rank.factors if turn in (None, factor.turn)}
 
 
@@ -208,7 +208,7 @@ def codec_of_sums(rank: RankPlan, layout: Layout) -> Codec | None:
 def with_uncovered(
     rank: RankPlan, codec: Codec | None, kinds: Kinds, uncovered: Hashable
 ) -> list[tuple[Codec | None, Kinds]]:
-    """Return the codecs for the arena of gradients, each with the kinds of its blocks.
+    """Return the codecs for the arena of gradients, each with the kinds of blocks it applies to.
 
     Args:
         kinds: the kinds of the blocks that `codec` encodes.

@@ -44,7 +44,7 @@ WIDTH = 96
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the findings; return 1 if a result is wrong.
+    """Print the findings about a model; return 1 if a result is wrong, otherwise 0.
 
     Collective over: world.
 
@@ -200,7 +200,7 @@ def numbers(findings: Mapping[str, Finding], examples: int) -> list[str]:
 
 
 def judged(finding: Finding) -> str:
-    """Return the verdict on a layer."""
+    """Return the verdict on a layer, such as "ok" or "WRONG: G"."""
     if not finding.vectors:
         return "no vectors"
     if finding.wrong:
@@ -209,7 +209,7 @@ def judged(finding: Finding) -> str:
 
 
 def strategies(ranks: int, errors: Mapping[str, float]) -> list[str]:
-    """Return lines about the differences between strategies and a single process."""
+    """Return lines about how much the weights of each strategy differ from those of one process."""
     if not errors:
         return ["Strategies: not compared; run the check under mpirun with at least 2 ranks"]
     rows = [("strategy", "difference", "")]
@@ -223,7 +223,7 @@ def strategies(ranks: int, errors: Mapping[str, float]) -> list[str]:
 
 
 def plans(subject: Subject, ranks: int) -> list[str]:
-    """Return lines about the memory and messages of strategies."""
+    """Return lines about the memory that each strategy needs, and the bytes that it sends."""
     layers, others = mpikfac.layers.covered_shapes(subject.model, subject.coverage)
     rows: list[tuple[str, ...]] = [
         ("strategy", "workers", "kept: least", "most", "sent: plain", "factors", "bases")

@@ -39,7 +39,7 @@ class Finding:
         vectors: the number of vectors from which the factors are estimated; 0 for a layer that the
             batch does not use.
         large: whether the layer is too large for the reference computation.
-        errors: relative errors of the compared quantities.
+        errors: the relative error of each compared quantity, by the name of the quantity.
     """
 
     parts: Sequence[mpikfac.Layer]
@@ -49,7 +49,7 @@ class Finding:
 
     @property
     def wrong(self) -> list[str]:
-        """The names of the wrong quantities."""
+        """The names of the quantities whose errors are too large to be due to rounding."""
         return [name for name, error in self.errors.items() if not good(error)]
 
 
@@ -110,7 +110,7 @@ def with_all_layers(names: Collection[str], module_of: Mapping[str, nn.Module]) 
 
 
 def survey(parts: Sequence[mpikfac.Layer], uses: Sequence[Sequence[reference.Call]]) -> Finding:
-    """Return a finding without comparisons: only the layer's size."""
+    """Return a finding that contains only the layer's size, without any comparison."""
     vectors = [sum(part.positions(c.g) for c in calls) for part, calls in zip(parts, uses)]
     shape, most = parts[0].shape, max(vectors, default=0)
     elements = sum(vectors) * shape.groups * shape.inputs
@@ -166,7 +166,7 @@ def without_warnings() -> Iterator[None]:
 
 
 def others(subject: Subject, model: nn.Module, names: Container[str]) -> list[str]:
-    """Return all modules of layers that are not in `names`, including those that share weights."""
+    """Return the names of all modules whose weights belong to a layer that is not in `names`."""
     layers, _ = mpikfac.layers.cover(model, subject.coverage)
     name_of = {id(module): name for name, module in model.named_modules()}
     left = [layer for layer in layers if layer.name not in names]
@@ -191,7 +191,7 @@ def autograd_errors(
     uses: Sequence[Sequence[reference.Call]],
     step: CheckedStep,
 ) -> dict[str, float]:
-    """Return the relative errors of the factors and of the gradient, the sum of all `g a^T`."""
+    """Return the relative errors of a layer's factors and gradient, which is the sum of `g a^T`."""
     both = list(zip(parts, uses))
     expected = [reference.factors(part, calls) for part, calls in both]
     errors = {
@@ -211,7 +211,7 @@ def autograd_errors(
 
 
 def solve_error(name: str, preconditioner: str, step: CheckedStep) -> float:
-    """Return the relative error of a layer's direction against the dense solve."""
+    """Return the relative error of a layer's direction, compared with a dense solve."""
     expected = reference.solve(preconditioner, step.gradients[name], step.factors[name], DAMPING)
     return error(step.directions[name], expected)
 
@@ -267,10 +267,10 @@ def differences(
 def trained(
     comm: mpikfac.comm.Comm, subject: Subject, name: str, examples: int, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Return all parameters after and before a few steps on the rank's shards.
+    """Return all parameters after and before `steps` steps on the rank's shards of batches.
 
     Only covered layers are in training mode, because batch statistics and random draws would differ
-    between shards.
+    between the shards of different ranks.
 
     Collective over: comm.
     """

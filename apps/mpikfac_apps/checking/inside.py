@@ -22,11 +22,11 @@ MODULES = (nn.MultiheadAttention, nn.RNNCellBase)
 
 
 class Use(NamedTuple):
-    """A product inside a module.
+    """A product of an input and a weight that a module computes internally.
 
     Attributes:
         x: the input, `[batch, positions, inputs]`.
-        y: the tensor that contains the output.
+        y: the tensor that contains the output of the product.
         columns: the columns of `y` that are the output.
     """
 
@@ -36,7 +36,7 @@ class Use(NamedTuple):
 
 
 def is_inside(layer: mpikfac.Layer) -> bool:
-    """Return whether a layer is a product inside a module."""
+    """Return whether a layer is a product that a module computes internally."""
     return isinstance(layer.module, MODULES)
 
 
@@ -52,7 +52,7 @@ def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
 
 
 def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
-    """Split a layer inside a module into one `Linear` layer per group; return others unchanged."""
+    """Split a product inside a module into a `Linear` layer per group; return others unchanged."""
     if not is_inside(layer):
         return [layer]
     matrix = torch.empty(layer.shape.gradient).to(layer.parameters[0])

@@ -54,7 +54,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def check_passes(subject: Subject, examples: int, ranks: int) -> None:
-    """Run the passes that the comparisons need; with several ranks, also in eval() mode.
+    """Run a forward and backward pass in train() mode and, with several ranks, in eval() mode.
 
     Raises:
         ValueError: the model's own code raises an error; the message is one line.
@@ -71,7 +71,8 @@ def named_subject(
     """Return the network `name` as a subject.
 
     Raises:
-        ValueError: no network has this name, it rejects the input, or it has nothing to train.
+        ValueError: no network has this name, the network rejects the input or has nothing to train,
+            `inputs` is needed but missing, or `tokens` does not apply to the network.
     """
     torch.manual_seed(0)
     entry = models.network(name)
@@ -109,7 +110,7 @@ def subject_of(
 
 
 def refusals(model: nn.Module, covers: mpikfac.layers.Kinds) -> dict[str, str]:
-    """Return modules that cannot be covered, each with the library's message."""
+    """Return the names of modules that cannot be covered, each with the library's message."""
     try:
         mpikfac.layers.cover(model, mpikfac.Coverage(covers=covers))
     except mpikfac.layers.Refused as error:

@@ -69,7 +69,7 @@ def _call(layer: mpikfac.Layer, x: Tensor, g: Tensor) -> Call:
 
 
 def _inside(uses: Iterable[Use]) -> list[Call]:
-    """Return the uses that have a gradient; in their outputs, positions come before examples."""
+    """Return uses with a gradient as calls; in outputs `y`, positions come before examples."""
     gradient_calls = []
     for x, y, columns in uses:
         if y.grad is not None:
@@ -167,7 +167,7 @@ def norm_gradients(layer: mpikfac.Layer, call: Call) -> Tensor:
         parameter.fill_(float(name == "weight"))
     of = {"weight": call.g * module(call.x), "bias": call.g}
     trained = [of[name] for name, p in layer.module.named_parameters() if p.requires_grad]
-    # Units are the last dimension of these modules, and the second dimension of all others.
+    # In the outputs of these modules, units are the last dimension; for all others, the second.
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         sums = [product.reshape(len(product), -1, layer.shape.groups).sum(1) for product in trained]
     else:

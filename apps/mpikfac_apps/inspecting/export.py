@@ -29,7 +29,7 @@ MODEL, AVERAGE = "model/", "average/"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files; return 2 after printing an error."""
+    """Write the files that the options name; return 0, or 2 after printing an error."""
     try:
         options = parse(argv)
         checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
@@ -88,7 +88,7 @@ def _tensors(checkpoint: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
 
 
 def factors(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, np.ndarray]:
-    """Return the factors `[n, n]` by name; for other shapes, see `spectra.factors`.
+    """Return the factors `[n, n]` of all layers by name; for other shapes, see `spectra.factors`.
 
     Raises:
         ValueError: the checkpoint has no factors.
@@ -104,7 +104,7 @@ def factors(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, np.ndarray]:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` to a file on disk, which is complete or absent afterwards.
+    """Write `content` to a file atomically: afterwards, the file is either complete or absent.
 
     Raises:
         ValueError: the file cannot be written.
@@ -120,7 +120,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {files.why(error)}") from error
     finally:
-        with suppress(OSError):  # it is absent, or the storage has failed, as reported above
+        with suppress(OSError):  # the file is absent, or the storage has failed, as reported above
             partial.unlink()
 
 

@@ -33,11 +33,11 @@ class Inversion:
     """How a run inverts factors.
 
     Attributes:
-        names: the run's preconditioner, then the layers with a different one, such as
+        names: the name of the run's preconditioner, then each layer with a different one, such as
             "eigen, conv1: inverse".
         run: the run's preconditioner.
         damping: the damping; 0 if it is unknown.
-        relative: whether the damping is relative.
+        relative: whether the damping is relative to the mean eigenvalues of the factors.
     """
 
     names: str
@@ -52,7 +52,7 @@ class Inversion:
         return PRECONDITIONERS.get(name, self.run)
 
     def described(self) -> str:
-        """Return a description of the inversion."""
+        """Return a description of the inversion: the damping and the preconditioners."""
         kind = "relative damping" if self.relative else "damping"
         return (
             f"{kind} {self.damping:g} and preconditioner {self.names}"
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def faults_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, str]:
-    """Return the error in each shard, or "" if all items in the shard can be read."""
+    """Return the error in each shard by file name, or "" if all its items can be read."""
     faults = dict.fromkeys(checkpoint.shards, "")
     for name, item in checkpoint.described().items():
         if not faults[item["shard"]]:
@@ -160,17 +160,17 @@ def curvature(
 
 
 def numbers(values: Tensor) -> tuple[str, ...]:
-    """Return a factor's order, and its mean, largest and smallest eigenvalue; dashes if missing."""
+    """Return the number, mean, maximum and minimum of eigenvalues; dashes if there are none."""
     if not len(values):
         return ("-",) * 4
     return str(len(values)), *(f"{value:.2e}" for value in (values.mean(), values[-1], values[0]))
 
 
 def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> Inversion:
-    """Return how a run inverts factors.
+    """Return how the run that wrote a checkpoint inverts factors.
 
-    Without a run directory, eigenbases without damping are assumed. An adapted damping is read from
-    the checkpoint.
+    If the run's config.yaml is missing or does not determine the damping, eigenbases without
+    damping are assumed. An adapted damping is read from the checkpoint.
     """
     folder = checkpoint.path.resolve().parent.parent
     try:

@@ -19,7 +19,7 @@ def weights_file(text: str) -> Path:
 
 
 def check_package(path: Path) -> None:
-    """Check that the package that a file needs is installed.
+    """Check that the package needed for files with the suffix of `path` is installed.
 
     Raises:
         ValueError: the package is not installed.

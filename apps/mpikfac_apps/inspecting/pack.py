@@ -17,15 +17,15 @@ SIZE = 224  # the side length of a network's images, which does not affect the p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the file; return 2 after printing an error."""
+    """Write the packed file; return 0, or 2 after printing an error."""
     return cli.run("mpikfac pack", lambda: pack(PACK.read(argv)))
 
 
 def pack(options: PackOptions) -> int:
-    """Write the file, and print a line about it; return 0.
+    """Write the packed file, and print a line about it; return 0.
 
     Raises:
-        ValueError: the folder has a different layout, or an image cannot be decoded.
+        ValueError: the folder does not have the expected layout, or an image cannot be decoded.
         OSError: a file cannot be read or written.
     """
     check_pillow("mpikfac pack")

@@ -17,7 +17,7 @@ import mpikfac
 from mpikfac.preconditioners import Preconditioner
 from mpikfac_apps.cli import write_picture
 
-FACTORS = "kfac/factors/", "kfac/gradient-factors/"  # prefixes of the names of averages
+FACTORS = "kfac/factors/", "kfac/gradient-factors/"  # prefixes of the names of running averages
 NONE = torch.empty(0, dtype=torch.float64)
 COLUMNS = 200  # the number of columns of a plotted spectrum
 FLOOR = 1e-8  # the smallest plotted value, relative to the largest: below the precision of float32
@@ -77,7 +77,7 @@ def natural(name: str) -> list[str | int]:
 
 
 def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
-    """Return the stored averages of a layer by name: A `[inputs, inputs]`, G `[outputs, outputs]`.
+    """Return a layer's stored factors by name: A `[inputs, inputs]` and G `[outputs, outputs]`.
 
     The shape is `[count, n, n]` if the layer has groups or a factor is a diagonal. "A0", "A1", ...
     are blocks along the diagonal of A.
@@ -97,7 +97,7 @@ def of(checkpoint: Mapping[str, Any]) -> list[Spectrum]:
 
 
 def sides(averages: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the eigenvalues of A and those of G, from a layer's factors."""
+    """Return the eigenvalues of A and of G, each in ascending order, from a layer's factors."""
     a, g = (
         [eigenvalues(factor) for name, factor in averages.items() if name.startswith(side)]
         for side in "AG"
@@ -106,7 +106,7 @@ def sides(averages: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def eigenvalues(factor: Tensor) -> Tensor:
-    """Return eigenvalues in ascending order `[n]`; NaN for a non-finite factor.
+    """Return a factor's eigenvalues `[n]`, ascending in each matrix; NaN if it is not finite.
 
     They are computed in float64, because float32 cannot distinguish small eigenvalues from 0.
     """
@@ -167,7 +167,7 @@ def draw(spectra: Sequence[Spectrum], conditions: Sequence[float], title: str, p
 
 
 def profile(values: Tensor) -> Tensor:
-    """Return a spectrum as `COLUMNS` eigenvalues, largest first and scaled to 1."""
+    """Return `COLUMNS` eigenvalues of a spectrum in descending order, divided by the largest."""
     if not len(values):
         return torch.full([COLUMNS], torch.nan)
     chosen = torch.linspace(len(values) - 1, 0, COLUMNS).round().long()

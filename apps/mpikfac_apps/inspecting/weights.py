@@ -14,7 +14,7 @@ from mpikfac import files
 from mpikfac_apps.inspecting.options import check_package
 
 LARGER = 2**30
-"""The bytes by which a file can exceed the network in float64, because last modules can differ."""
+"""The bytes by which a file can exceed the network in float64: its last module can be larger."""
 
 
 def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -25,7 +25,7 @@ def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
         model: the network that the weights are for, which limits the size of the file.
 
     Raises:
-        ValueError: the file cannot be read, is too large, or contains something else.
+        ValueError: the file cannot be read, is too large, or contains anything but a state_dict.
     """
     check_package(path)
     limit = LARGER + 8 * sum(tensor.numel() for tensor in model.state_dict().values())
@@ -68,8 +68,8 @@ def load(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     `tensors` lacks them or has them in a different shape. Other dtypes are converted.
 
     Raises:
-        ValueError: other tensors are missing, unknown or of a different shape; the network is
-            unchanged.
+        ValueError: tensors of other modules are missing, unknown or of a different shape; the
+            network is unchanged.
     """
     state, last = model.state_dict(), last_module(model)
     names = dict.fromkeys([*state, *tensors])
@@ -92,5 +92,5 @@ def last_module(model: nn.Module) -> str:
 
 
 def form(tensors: Mapping[str, Tensor], name: str) -> str:
-    """Return a description of a tensor's shape."""
+    """Return a description of the shape of the tensor `name`, or of its absence."""
     return f"shape {list(tensors[name].shape)}" if name in tensors else "no such tensor"

@@ -40,8 +40,8 @@ class Order:
         program: the program that each rank runs (the last part of `command`).
         environment: the job's environment variables.
         directory: a directory for this job alone, in which ranks look for a request to stop.
-        saves: whether the program responds to the request by saving a checkpoint; if not, ranks
-            are sent SIGTERM.
+        saves: whether the program responds to a request to stop by saving a checkpoint; if not,
+            SIGTERM is sent to all ranks instead.
     """
 
     command: Sequence[str]
@@ -121,7 +121,7 @@ class MpiJob:
         return bool(ready)
 
     def _answer(self) -> None:
-        """Process received signals, and kill processes that did not end."""
+        """Process the signals received so far, and kill processes that have not exited in time."""
         while self._answered < len(self._requests):
             number = self._requests[self._answered]
             self._answered += 1
@@ -189,5 +189,5 @@ def _stream(descriptor: int) -> tuple[int, int]:
 
 
 def _end_with_parent() -> None:
-    """Make the system end the MPI launcher if this program is killed."""
+    """Make the system send SIGTERM to the MPI launcher if this program is killed."""
     ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGTERM)

@@ -110,10 +110,11 @@ def read(argv: Sequence[str]) -> RankProgram:
 
 
 def _check_timeout(timeout: str, name: str) -> None:
-    """Check the limit of a watchdog.
+    """Check the time limit of a watchdog, for the program `name`.
 
     Raises:
-        ValueError: the limit is not a number of seconds, or the program has its own option.
+        ValueError: the limit is not a number of seconds, or the program is one of mpikfac's
+            programs, which have their own option.
     """
     if name in PROGRAMS:
         raise ValueError(
@@ -151,7 +152,7 @@ def launch(program: RankProgram) -> int:
 
 
 def remove_left(parent: Path) -> None:
-    """Remove the empty directories left by this user's killed launchers."""
+    """Remove the empty directories that launchers of this user left in `parent` when killed."""
     for place in parent.glob("mpikfac-*.*"):
         process = place.name.removeprefix("mpikfac-").partition(".")[0]
         if not Path("/proc", process).exists():

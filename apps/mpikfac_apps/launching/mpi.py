@@ -87,7 +87,7 @@ def loaded_mpi(environ: Mapping[str, str]) -> Mpi:
 
 
 def library_path(starter: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variable with which mpi4py loads the library of a given launcher."""
+    """Return the environment variable that makes mpi4py load the library of the given launcher."""
     if starter is None or "MPI4PY_LIBMPI" in environ:
         return {}
     prefix = Path(starter).resolve().parent.parent
@@ -96,7 +96,7 @@ def library_path(starter: str | None, environ: Mapping[str, str]) -> dict[str, s
 
 
 def starter_of(maker: str, library: Path, path: str | None) -> str | None:
-    """Return the launcher next to a library, or otherwise on the path; None if there is none."""
+    """Return the launcher next to a library or, failing that, on `path`; None if there is none."""
     folders = [folder / "bin" for folder in library.parents]
     places = os.pathsep.join([*map(str, folders), path or os.defpath])
     for folder in places.split(os.pathsep):
@@ -109,7 +109,7 @@ def starter_of(maker: str, library: Path, path: str | None) -> str | None:
 def command(
     mpi: Mpi, ranks: int, program: Collection[str], environ: Mapping[str, str]
 ) -> list[str]:
-    """Return the command that starts a program on ranks; MPIRUN_FLAGS replaces the options.
+    """Return the command that starts a program on ranks; MPIRUN_FLAGS replaces `usual_flags`.
 
     Raises:
         ValueError: Open MPI would refuse to start ranks for root.
@@ -126,8 +126,9 @@ def command(
 def usual_flags(mpi: Mpi, ranks: int) -> list[str]:
     """Return the options for a job whose ranks all run on this machine.
 
-    With --oversubscribe, waiting ranks yield their core. Open MPI would otherwise bind each rank
-    to a core, and two jobs would share core 0. MPICH and Intel MPI need no option.
+    If there are more ranks than cores, Open MPI needs --oversubscribe, with which waiting ranks
+    yield their core. Otherwise, it needs --bind-to none: by default, it would bind each rank to a
+    core, and two jobs would share core 0. MPICH and Intel MPI need no option.
     """
     if mpi.maker != OPEN:
         return []

@@ -1,6 +1,7 @@
 """Forward a job's output, but not MPI's notes about how the job ended.
 
-The program itself reports what went wrong, and the notes would repeat it in fourteen lines.
+The program that runs in the job already reports its error, which MPI's notes would only repeat, in
+fourteen lines.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import time
 from contextlib import suppress
 
-DASHES, SIGNS = b"-" * 74, b"=" * 83  # above and below a note of Open MPI and of MPICH
+DASHES, SIGNS = b"-" * 74, b"=" * 83  # rules above and below a note: of Open MPI, and of MPICH
 END = rb"(?<=[^\n])\n"  # the end of a line; MPICH begins a note with an empty line
 LATE = 0.3  # seconds for which a rule or a partial line is held back; MPI writes a note all at once
 ENDS = (
@@ -21,13 +22,13 @@ ENDS = (
     b"exited on signal",
     b"BAD TERMINATION",
 )
-"""Texts in notes that MPI prints between two rules."""
+"""Strings that identify the notes that MPI prints between two rules, `DASHES` or `SIGNS`."""
 LINES = re.compile(
     rb"application called MPI_Abort\(|YOUR APPLICATION TERMINATED WITH THE EXIT|"
     rb"This typically refers to a problem with your app|Please see the FAQ page for debugging|"
     rb"\[mpiexec@\S+\] (Sending Ctrl-C|Press Ctrl-C)"
 )
-"""Notes that MPI prints without rules."""
+"""A pattern for lines of notes that MPI prints without rules."""
 KILLED = re.compile(
     rb"process rank (?P<rank>\d+) .*?on node (?P<node>\S+) exited on signal (?P<signal>\d+)|"
     rb"(\(signal|KILLED BY SIGNAL:) (?P<number>\d+)"
@@ -41,7 +42,7 @@ class Output:
         target: the descriptor to which the stream is forwarded.
 
     Attributes:
-        spoken: whether a line of mpikfac has been forwarded.
+        spoken: whether a line that begins with "mpikfac" has been forwarded.
         killed: the match of `KILLED` in a note, if a signal has ended a rank.
     """
 
@@ -56,7 +57,7 @@ class Output:
         self._waits = 0.0  # monotonic time since which output has been held back
 
     def feed(self, content: bytes) -> None:
-        """Receive what the launcher has written, and forward whole lines other than notes."""
+        """Receive what the launcher has written; forward complete lines that belong to no note."""
         if not (self._note or self._line):
             self._waits = time.monotonic()
         *lines, self._line = re.split(END, self._line + content)
@@ -83,7 +84,7 @@ class Output:
             self._pass(line + b"\n")
 
     def _end_note(self, rule: bytes) -> None:
-        """Drop an MPI note above a rule; forward any other text, as the rule may begin a note."""
+        """Drop the text above `rule` if it is a note; otherwise forward it: a note may follow."""
         text = b" ".join(b"".join(self._note).split())
         if any(words in text for words in ENDS):
             self.killed = KILLED.search(text) or self.killed
@@ -103,7 +104,7 @@ class Output:
         return above + b"\n" if unfinished else above
 
     def _pass(self, content: bytes) -> None:
-        """Write lines, or a part of a line."""
+        """Write lines, or a part of a line, to the target."""
         if self._dropped:
             content = content.lstrip(b"\0")
         if not content:
@@ -117,7 +118,7 @@ class Output:
 
 
 def rule_of(line: bytes) -> bytes:
-    """Return the rule at the end of a line; b"" if there is none of the right length."""
+    """Return the rule at the end of a line; b"" if there is no rule, or only a longer one."""
     text = line.strip(b"\0\r\n")
     rule = next((rule for rule in (DASHES, SIGNS) if text.endswith(rule)), b"")
     return b"" if text.removesuffix(rule).endswith(rule[:1] or b" ") else rule

@@ -14,7 +14,7 @@ RANK_VARIABLES = (
     *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_PROCID"),
     "TORCHELASTIC_RUN_ID",
 )
-"""Environment variables, at least one of which is set on every rank of a job."""
+"""Environment variables: on every rank of a job, the launcher sets at least one of them."""
 
 
 class Program(NamedTuple):
@@ -147,7 +147,7 @@ def run(name: str, arguments: list[str]) -> int:
     """Run a program; return the exit code.
 
     Help and unknown options are handled before torch and MPI are imported, which takes seconds.
-    Inside a job, this is left to the program, in which a single rank answers.
+    Inside a job, the program handles them itself, so that only one rank prints.
     """
     if not any(variable in os.environ for variable in RANK_VARIABLES):
         code = answer(name, arguments)

@@ -21,7 +21,7 @@ class Bounded(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._level = self._nodes = 0
-        self._complete: dict[yaml.Node, tuple[int, int]] = {}  # numbers of values and levels
+        self._complete: dict[yaml.Node, tuple[int, int]] = {}  # values and levels of each node
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Return the next node, including its children, after checking its depth and size."""

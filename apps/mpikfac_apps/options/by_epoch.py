@@ -1,4 +1,4 @@
-"""Values that change with the epoch, written as `EXAMPLE`."""
+"""Values that change with the epoch, written in the form of `EXAMPLE`."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class ByEpoch:
 
 
 def read(text: str, kind: object) -> ByEpoch:
-    """Parse a string such as `EXAMPLE`.
+    """Parse a string of the form of `EXAMPLE`.
 
     Args:
-        kind: the type of the option: values must be whole if it is int, or a union with int.
+        kind: the type of the option; for int, or a union with int, values must be whole numbers.
 
     Raises:
-        ValueError: the string has a different form, or the epochs do not increase.
+        ValueError: the string is not of the form of `EXAMPLE`, or the epochs do not increase.
     """
     number = int if int in (kind, *typing.get_args(kind)) else float
     *ended, last = text.split(",")

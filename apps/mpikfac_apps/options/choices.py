@@ -14,7 +14,8 @@ from mpikfac_apps.options.sources import OptionSource, belongs, settled
 def with_choices(strategy: Strategy, given: Mapping[str, Any]) -> Strategy:
     """Return a strategy with the options in `given`, keyed by names such as "refresh.staleness".
 
-    If the type of a joint changes, the options of its former type are dropped.
+    If `given` changes the type of a joint (an option such as "sync.type", which names a type with
+    its own options), the options of the former type are dropped.
 
     Raises:
         ValueError: the strategy has no such option, or choices cannot be combined.
@@ -38,6 +39,6 @@ def differences(strategy: Strategy) -> str:
 
 
 def values_of(strategy: Strategy) -> list[tuple[Leaf, Any]]:
-    """Return a strategy's choices with their values; their defaults depend on its types."""
+    """Return the choices of a strategy with their values; defaults depend on the types chosen."""
     values = flat(strategy)
     return [(leaf, values[leaf.key]) for leaf in leaves(Strategy, types_of(strategy))]

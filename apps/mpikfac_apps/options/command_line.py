@@ -46,7 +46,7 @@ Usual = Callable[[type, Mapping[str, Any]], Mapping[str, Any]]
 HELP = ("-h", "--help", "--print_config")
 HELP_ALL = {"--help_all": "--help"}
 NAME = "NAME"
-"""The placeholder for a type in help."""
+"""The placeholder for the name of a type in help."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class CommandLine(Generic[Group]):
         basic: the options that --help shows, while --help_all shows all of them; if empty, --help
             shows all.
         files: whether --config FILE names YAML files of options.
-        usual: a function of `group` and the values that are set; it returns, by full key, the
-            values that replace defaults and nulls.
-        presets: values by name, such as those of named strategies.
+        usual: a function of `group` and of the values that a user sets; it returns, by full key,
+            the values that replace defaults and nulls.
+        presets: the sets of values that an option selects by name, such as the named strategies.
     """
 
     program: str
@@ -130,7 +130,7 @@ class CommandLine(Generic[Group]):
                 raise ValueError(_unrecognised(name, options, unknown(key, options)))
 
     def _hidden(self, options: Iterable[str], arguments: Sequence[str]) -> list[str]:
-        """Return the options that help leaves out."""
+        """Return the keys of the options that help leaves out."""
         brief = self.basic and not {"-h", "--help"}.isdisjoint(arguments)
         return [key for key in options if brief and key not in self.basic]
 
@@ -204,15 +204,15 @@ def _check_digits(arguments: Iterable[str]) -> None:
 
 
 def _names(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, with only the name of each NAME=VALUE."""
+    """Return the arguments before "--", with only the name of each NAME=VALUE."""
     return [argument.partition("=")[0] for argument in takewhile("--".__ne__, arguments)]
 
 
 def _value(option: Leaf, raw: Any) -> Any:
-    """Check the value of an option, and return it.
+    """Return the value of an option after checking it; convert a string if the option needs it.
 
     Raises:
-        ValueError: the value is missing or out of bounds.
+        ValueError: the value is missing, malformed or out of bounds.
     """
     if option.default is REQUIRED and raw in (None, []):
         name = option.key if option.positional else f"--{option.key}"
@@ -238,7 +238,7 @@ def _in_home(value: Any) -> Any:
 
 
 def _placeholders(options: Iterable[Leaf]) -> Iterator[str]:
-    """Yield the required arguments, for the usage line."""
+    """Yield placeholders for the positional and the required arguments, for the usage line."""
     for leaf in options:
         if leaf.positional:
             word = leaf.key.upper() + (" ..." if leaf.is_list else "")
@@ -253,7 +253,7 @@ def _placeholder(leaf: Leaf) -> str:
 
 
 def _settings(leaf: Leaf, hidden: bool) -> dict[str, Any]:
-    """Return the arguments of `add_argument`."""
+    """Return the keyword arguments with which `add_argument` adds an option."""
     settings: dict[str, Any] = {"type": leaf.kind | str if leaf.scheduled else leaf.kind}
     if leaf.default is not REQUIRED:
         settings["default"] = leaf.default
@@ -297,7 +297,7 @@ def _explained(text: str, options: Mapping[str, Leaf], explain: Callable[[str], 
 
 
 def _unrecognised(argument: str, options: Collection[str], unknown_key: str) -> str:
-    """Return the message about an argument that is not an option; `unknown_key` if it is a key."""
+    """Return the message about an argument that is no option; for an unknown key, `unknown_key`."""
     if not argument.startswith("--"):
         return f"{argument!r} is not the value of an option; write --key value"
     key = argument.lstrip("-").partition("=")[0]

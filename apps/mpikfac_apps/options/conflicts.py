@@ -21,7 +21,7 @@ USUAL_BATCH = 256  # images per step, on all ranks together
 
 
 def check_conflicts(options: Options, ranks: int) -> None:
-    """Check for values that are valid alone but not together, in a job where `ranks` ranks train.
+    """Check for option values that cannot be combined, in a job in which `ranks` ranks train.
 
     Raises:
         ValueError: two values cannot be combined; the message states the options and a remedy.
@@ -89,7 +89,7 @@ def _check_split(options: Options, ranks: int) -> None:
 
 
 def _check_frozen(options: Options, ranks: int) -> None:
-    """Check for options that need the same trained layers in all epochs."""
+    """If `frozen_epochs` is set, check for options that need the same trained layers throughout."""
     frozen, choices = options.frozen_epochs, options.distribution
     if frozen is None:
         return
@@ -195,7 +195,7 @@ def check_pillow(what: str) -> None:
 
 
 def _check_images(options: Options) -> None:
-    """Check that the network can use the data, and that the data contain what it learns."""
+    """Check that the network can use the data, and that they contain what the network learns."""
     model, size = network(options.model), pixels(options.data)
     learns, holds = model.task.learns, source(options.data.name).holds
     if learns not in holds:
@@ -222,7 +222,8 @@ def check_pairs(options: Options, ranks: int) -> None:
     """Check that each rank has an even number of images if images are mixed in pairs.
 
     Raises:
-        ValueError: a rank has an odd number of images; the message is one line with the options.
+        ValueError: a rank has an odd number of images; the message is one line that names the
+            options.
     """
     for name, value in mixes(options).items():
         for batch in numbers_of(options.batches):
@@ -266,10 +267,11 @@ def doubt(options: Options) -> str:
 
 
 def check_parts(options: Options, ranks: int) -> None:
-    """Check that the number of virtual ranks or passes divides the batch evenly.
+    """Check that virtual ranks share the batch evenly, and passes share each rank's images evenly.
 
     Raises:
-        ValueError: the number does not divide the batch; the message is one line with the options.
+        ValueError: the number of virtual ranks does not divide the batch, or the number of passes
+            does not divide the images of a rank; the message is one line that names both options.
     """
     virtual, batches = options.virtual_ranks, numbers_of(options.batch)
     for batch in filter(None, batches):
@@ -322,10 +324,11 @@ def _check_momentum(options: Options) -> None:
 
 
 def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
-    """Check, as `KFAC` does, that momentum is not applied both to gradients and by the strategy.
+    """Check, as `KFAC` does, that momentum is not applied to gradients twice.
 
     Raises:
-        ValueError: there are two momenta; the message is one line with the options.
+        ValueError: both K-FAC and the strategy's compressor would apply momentum to gradients; the
+            message is one line that names both options.
     """
     compressor, momentum = strategy.compression.gradients, options.momentum
     own = getattr(compressor, "momentum", 0.0)
@@ -337,7 +340,7 @@ def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
 
 
 def _check_quadratic(options: Options) -> None:
-    """Check for options that change the step of a quadratic model."""
+    """Check for options that would change a step whose length a quadratic model determines."""
     needed = {"lr": (None, 1.0), "scale_lr": (False,), "schedule": ("constant",)}
     needed |= dict.fromkeys(("warmup_epochs", "momentum", "weight_decay"), (0.0,))
     values = {name: getattr(options, name) for name in needed}
@@ -364,8 +367,8 @@ def _check_passes(options: Options) -> None:
 def global_batch(options: Options, ranks: int) -> int | ByEpoch:
     """Return the number of images per step, on all ranks together, or a schedule by epoch.
 
-    If the options set no batch, this is `USUAL_BATCH`, or the next smaller number that can be
-    divided evenly among ranks and virtual ranks.
+    If the options set no batch, this is `USUAL_BATCH`, or the next smaller multiple of the number
+    of virtual ranks or, without them, of ranks; but at least one image for each.
 
     Raises:
         ValueError: both batch options are set, or the number of ranks does not divide the batch.

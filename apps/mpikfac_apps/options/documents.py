@@ -32,7 +32,7 @@ SYNONYMS = {
     **dict.fromkeys(("inv_update_freq", "kfac_update_freq"), "kfac.inv_update_steps"),
     **dict.fromkeys(("fac_update_freq", "cov_update_freq"), "kfac.factor_update_steps"),
 }
-"""The options that correspond to names in other programs."""
+"""The option that each name from other programs corresponds to."""
 LIKENESS = 0.7  # the minimum similarity of a misspelt word, as measured by `difflib`
 MOST_SHOWN = 30  # maximum number of known keys in a message
 MOST_GUESSES = 3  # maximum number of suggested keys
@@ -53,7 +53,7 @@ def read(path: str) -> str:
 
 
 def composed(text: str, where: str = "") -> yaml.Node | None:
-    """Parse a document, and check that every key is given once, nested or dotted.
+    """Return the root node of a document in which every key is given once, nested or dotted.
 
     Raises:
         ValueError: the text is not YAML, or has a duplicate key; the message is one line that
@@ -118,7 +118,7 @@ def unknown(key: str, keys: Collection[str], further: Collection[str] = ()) -> s
 
 
 def _near(last: str, keys: Collection[str]) -> list[str]:
-    """Return the keys whose last part, or a synonym of it, is most similar to `last`."""
+    """Return the keys whose last word, or a synonym of the key, is most similar to `last`."""
     by_word = defaultdict(list)
     for name in keys:
         by_word[name.rpartition(".")[2]].append(name)
@@ -164,7 +164,7 @@ def _keys(node: yaml.Node | None, group: str = "") -> Iterator[tuple[str, int]]:
 def check_keys(
     document: yaml.Node | None, path: str, keys: Collection[str], explain: Callable[[str], str]
 ) -> None:
-    """Check that a document of options contains only known keys, and no value for a group.
+    """Check that a document of options has only known keys, and no plain value for a group.
 
     Args:
         path: the file that contains the document.
@@ -198,7 +198,7 @@ def _check_group(
 
 
 def values_of(node: yaml.Node | None, group: str = "") -> dict[str, yaml.Node]:
-    """Return the values of a document by dotted key."""
+    """Return the nodes of a document's values, by dotted key."""
     values: dict[str, yaml.Node] = {}
     for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
         key = f"{group}{name.value}"
@@ -208,6 +208,6 @@ def values_of(node: yaml.Node | None, group: str = "") -> dict[str, yaml.Node]:
 
 
 def written(values: Mapping[str, yaml.Node]) -> str:
-    """Return the text of a document with values by dotted key."""
+    """Return the YAML text of a document that contains the given nodes, by dotted key."""
     pairs = [(yaml.ScalarNode(f"{TAG}str", key), value) for key, value in values.items()]
     return str(yaml.serialize(yaml.MappingNode(f"{TAG}map", pairs), Dumper=yaml.SafeDumper))

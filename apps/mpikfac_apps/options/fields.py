@@ -50,7 +50,7 @@ REQUIRED = dataclasses.MISSING
 TYPE = "type"
 """The last part of the key that names a joint's type."""
 Types = Mapping[str, str | None]
-"""The names of types by key: {"sync.type": "parle"}; missing joints have their defaults."""
+"""The names of types by key: {"sync.type": "parle"}; missing joints have their default types."""
 
 Group = TypeVar("Group", bound="DataclassInstance")
 
@@ -76,12 +76,12 @@ class Leaf:
         help: the description of the field in the dataclass's docstring.
         section: the heading above the option in help; by default, the first line of the dataclass's
             docstring.
-        bounds: the bounds of a number, such as ("> 0", "<= 1"), which do not exclude null.
+        bounds: the bounds of a number, such as ("> 0", "<= 1"); they do not apply to null.
         positional: whether the value is given without the name.
         scheduled: whether the value can change with the epoch.
         read: the function that converts a string to the value; None if the string is the value.
         joint: the base class of the types that the option can name; None if it names no type.
-        without: the fields of these types that are not options.
+        without: the fields of the types of a joint that are not options.
     """
 
     key: str
@@ -99,7 +99,7 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """The key in messages and help; for the name of a type, the name of the joint."""
+        """The name of the option in messages and help: the key, for a joint without ".type"."""
         return self.key.removesuffix(f".{TYPE}") if self.joint else self.key
 
     @property
@@ -233,7 +233,7 @@ def _leaves_with(group: type, types: frozenset[tuple[str, str | None]]) -> tuple
 
 
 def possible(group: type, within: Collection[type] = ()) -> dict[str, Leaf]:
-    """Return the options that a dataclass has for any of the known types, by key.
+    """Return the options that a dataclass has for any choice of known types, by key.
 
     Args:
         within: base classes of types that contain the dataclass; their joints are not expanded
@@ -256,7 +256,7 @@ def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
     """Yield the options of a dataclass.
 
     Args:
-        like: an instance whose values are the defaults; None for the dataclass's own defaults.
+        like: an instance whose values are the defaults; None for the defaults of the dataclass.
     """
     heading, helps, hints = _described(group)
     for field in dataclasses.fields(group):
@@ -292,7 +292,7 @@ def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
 
 
 def _below(group: type, types: Types, like: Any) -> Iterable[Leaf]:
-    """Return the options of a dataclass that is inside another dataclass."""
+    """Return the options of an inner dataclass, with defaults from `like` if it is not None."""
     return leaves(group, types) if like is None else _leaves(group, types, like)
 
 
@@ -373,7 +373,7 @@ def _help(text: str, names: Collection[str]) -> str:
 
 
 def _inside(name: str, leaf: Leaf, meta: Mapping[str, Any]) -> Leaf:
-    """Convert an option of the dataclass in the field `name` to one of the outer dataclass."""
+    """Convert an option of the dataclass in field `name` to an option of the outer dataclass."""
     key, path = leaf.key, (name, *leaf.path)
     key = meta["renamed"].get(key, key) if meta.get("inline") else f"{name}.{key}"
     return dataclasses.replace(leaf, key=key, path=path, section=meta.get("section", leaf.section))
@@ -404,7 +404,7 @@ def build(group: type[Group], values: Mapping[str, Any], given: Collection[str] 
 def _group_of(
     group: type[Group], tree: Mapping[str, Any], prefix: str, like: Group | None = None
 ) -> Group:
-    """Return a dataclass with the values of a tree, and all other values from `like`."""
+    """Return a dataclass with the values of a tree; missing values come from `like` or defaults."""
     (_, _, hints), values = _described(group), dict(tree)
     for field in dataclasses.fields(group):
         value, hint = tree.get(field.name), hints[field.name]
@@ -455,7 +455,7 @@ def flat(options: DataclassInstance) -> dict[str, Any]:
 
 
 def types_of(options: Any, prefix: str = "") -> dict[str, str | None]:
-    """Return the names of the types of a dataclass's joints by key."""
+    """Return the names of the types that the joints of a dataclass have, by key."""
     types: dict[str, str | None] = {}
     group: type = type(options)
     _, _, hints = _described(group)
@@ -515,12 +515,12 @@ def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
 
 
 def _takes_tuples(hint: Any) -> bool:
-    """Return whether a type accepts tuples."""
+    """Return whether a field of this type accepts tuples."""
     return any(typing.get_origin(member) is tuple for member in alternatives(hint))
 
 
 def _in_words(kind: Any) -> str:
-    """Return a description of a type."""
+    """Return a description of the values of a type, for messages and help."""
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return f"one of {', '.join('false' if value is False else str(value) for value in members)}"

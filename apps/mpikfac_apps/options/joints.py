@@ -18,7 +18,7 @@ C = TypeVar("C", bound=Choice)
 OWN = "FILE.py:CLASS"
 
 _spelled: dict[type, str] = {}
-"""User-defined types, by the text FILE.py:CLASS that named them."""
+"""For each user-defined type, the text FILE.py:CLASS that named it."""
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
@@ -42,7 +42,7 @@ def fields_of(options: type[Any]) -> set[str]:
 
 
 def allowed(base: type[Choice]) -> str:
-    """Return a description of a joint's types."""
+    """Return a description of the types that a joint accepts."""
     return f"one of {', '.join([*named_types(base), OWN])}"
 
 

@@ -52,7 +52,7 @@ def checked(options: Options, ranks: int) -> Options:
 
 
 def of_run(options: Options) -> KfacOptions:
-    """Return the settings of K-FAC, combined with other options about momentum and positions."""
+    """Return K-FAC's settings, with the momentum and the loss terms that other options imply."""
     estimator, grafting = options.kfac.estimator, options.kfac.grafting
     dimensions = network(options.model).task.dimensions
     if dimensions and estimator.num_per_example_loss_terms == 1:

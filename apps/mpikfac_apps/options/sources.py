@@ -24,7 +24,7 @@ NULLS = ("null", "~")
 
 @dataclass(frozen=True)
 class Presets:
-    """Values of options by name, such as the named strategies.
+    """Sets of option values that have a name, such as the named strategies.
 
     Attributes:
         key: the option that names a preset.
@@ -36,11 +36,11 @@ class Presets:
 
 
 class OptionSource:
-    """Values of options by key, from a source other than the command line.
+    """A source of option values by key; subclasses read the command line and YAML.
 
     Attributes:
         values: the values, as a user writes them.
-        trusted: whether the program may execute files that the values name.
+        trusted: whether the program may execute the files of user-defined types in the values.
     """
 
     trusted = True
@@ -59,7 +59,7 @@ class OptionSource:
         self.discard({key for key in self.values if key in groups or key.startswith(inside)})
 
     def discard(self, keys: Collection[str]) -> None:
-        """Drop keys."""
+        """Drop the values of these keys."""
         self.values = {k: v for k, v in self.values.items() if k not in keys}
 
     def check(self, options: Mapping[str, Leaf], explain: Callable[[str], str]) -> None:
@@ -93,7 +93,7 @@ class Words(OptionSource):
         """Keep everything, because users intend whatever they type."""
 
     def arguments(self) -> list[str]:
-        """Return the words."""
+        """Return the option's words on the command line, after any renaming."""
         return self._words
 
 
@@ -119,7 +119,7 @@ class Document(OptionSource):
         super().rename(short, key)
 
     def discard(self, keys: Collection[str]) -> None:
-        """Drop keys, which `check` still accepts."""
+        """Drop the values of these keys, which `check` still accepts."""
         self._left_out |= {*keys}
         super().discard(keys)
 
@@ -213,7 +213,7 @@ def _preset(group: type, sources: Sequence[OptionSource], presets: Presets) -> M
 
 
 def _last(key: str, usual: Any, groups: Collection[str], sources: Sequence[OptionSource]) -> Any:
-    """Return the last value of a key; if a source changes it, drop the groups from earlier ones."""
+    """Return a key's last value; if a source changes it, drop `groups` from earlier sources."""
     chosen, since = usual, None
     for number, source in enumerate(sources):
         if key not in source.values:
@@ -258,7 +258,7 @@ def keys_of(sources: Sequence[OptionSource]) -> set[str]:
 
 
 def belongs(group: type, types: Types, key: str) -> str:
-    """Explain which types have an option that the chosen types lack; "" if no type has it."""
+    """Explain which types have the option `key`, which the chosen types lack; "" if none has it."""
     for joint in leaves(group, types):
         rest = key.removeprefix(f"{joint.name}.")
         if joint.joint is None or rest == key:

@@ -38,7 +38,7 @@ ITEMSIZE = 4  # bytes per float32 value
 OF_STRATEGY = ("preconditioner", "inv_update_steps")
 """Settings of `KFAC` that a strategy can set."""
 TUNED = ("transport.fusion", "assignment.replicate_below")
-"""The choices that depend on the machine."""
+"""The choices that are tuned to a machine, unless options set them."""
 
 
 def preconditioner_of(settings: Mapping[str, Any]) -> Preconditioner:
@@ -65,7 +65,7 @@ def serving_ranks(options: Options) -> tuple[str, int]:
 
 
 def no_servers(options: Options) -> str:
-    """Describe the choice with which all ranks train, and the current one, for an error message."""
+    """Describe, for an error message, the choice with which all ranks train and the current one."""
     distribution = options.distribution
     if not distribution.sync.waits_for_all:
         return f"sync=synchronous, not {distribution.sync.name}"
@@ -131,7 +131,7 @@ def of_gradients(options: Options) -> Grafting:
 
 
 def job_of(options: Options, ranks: int, inv_update_steps: int) -> Job:
-    """Return the training job to predict.
+    """Return the description of the training job whose step times are predicted.
 
     Args:
         ranks: the number of ranks that train.
@@ -176,7 +176,7 @@ def for_machine(
 
 
 def dealt_out(split: Sequence[str]) -> dict[str, Channels]:
-    """Return the channels that are divided, by layer name.
+    """Return which channels of each split layer are divided among ranks, by layer name.
 
     Raises:
         ValueError: an entry is not NAME=outputs or NAME=inputs.
@@ -193,7 +193,7 @@ def dealt_out(split: Sequence[str]) -> dict[str, Channels]:
 def tensor_parallel_plan(
     distribution: StrategyOptions, calls: Sequence[LayerCall], ranks: int
 ) -> mpikfac.TensorParallelPlan:
-    """Return the split layers of a network.
+    """Return how the layers of a network are split over groups of ranks.
 
     Args:
         calls: the layers that can be split, with the sizes of a rank's batch.
@@ -232,7 +232,7 @@ def make_plan(
 
 
 def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
-    """Return the layers that K-FAC covers, and the rule for the form of their factors.
+    """Return which layers K-FAC covers, and the rule that determines the form of their factors.
 
     Args:
         covers: the covering classes of the network, by type of module.
@@ -282,8 +282,8 @@ def kfac_settings(
     """Return the arguments of `KFAC`.
 
     Args:
-        chosen: the settings of the strategy.
-        epochs: returns the epochs before a step.
+        chosen: the settings of the strategy; see `make_strategy`.
+        epochs: returns the number of epochs before a step.
         covers: the covering classes of the network, by type of module.
     """
     damping, interval = options.damping, options.damping_adapt

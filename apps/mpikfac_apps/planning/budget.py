@@ -25,7 +25,7 @@ from mpikfac_apps.options.strategy import Shapes, coverage, make_plan
 from mpikfac_apps.problems import models
 
 Calls = Mapping[str, Sequence[CallSize]]
-"""The calls of each covered layer in a pass; empty if they are unknown."""
+"""The sizes of each covered layer's calls in a pass, by layer name; empty if they are unknown."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Foreseen:
     """The predicted plan, intervals and cost of a run after its first batch.
 
     Attributes:
-        plan: the plan, with factors cut by the budget.
-        factor_update_steps: the steps between updates of factors, once intervals are settled.
-        inv_update_steps: the steps between refreshes, once intervals are settled.
-        times: the number of operations in a step, relative to that in its passes alone.
+        plan: the plan, with factors cut into blocks to meet the budget.
+        factor_update_steps: the steps between updates of factors, once this number no longer grows.
+        inv_update_steps: the steps between refreshes, once this number no longer grows.
+        times: the number of operations in a step, divided by the number in its passes alone.
         line: a line about these operations, as a run logs it; "" if the calls are unknown.
     """
 
@@ -50,7 +50,7 @@ class Foreseen:
 def calls_of(
     name: str, model: nn.Module, kfac: KfacOptions, image: tuple[int, ...] | None, examples: int
 ) -> Calls:
-    """Return the calls of a network's layers in a pass over `examples` images.
+    """Return the sizes of the calls of a network's layers in a pass over `examples` images.
 
     The result is empty if the shape of an image is unknown, or if the network's code reads the
     values of tensors.
@@ -81,14 +81,14 @@ def foreseen(
     calls: Calls,
     passes: int,
 ) -> Foreseen:
-    """Return the plan and the intervals of a run after its first batch.
+    """Return the predicted plan, intervals and cost of a run after its first batch.
 
     Args:
         preconditioner: the plan's preconditioner.
         settings: the strategy's settings; see `make_strategy`.
         shapes: the shapes of the network's layers, with the factors that the options select.
         plan: the plan for these shapes.
-        calls: the calls in a pass.
+        calls: the sizes of each layer's calls in a pass.
         passes: the number of passes in a step, on all ranks together.
     """
     chosen = preconditioner.defaults.override(

@@ -5,8 +5,8 @@ the metadata, then the nodes, as defined in schema/protobuf/et_def.proto of mlco
 encoding takes only a few lines, so the program does not depend on protobuf.
 
 Nodes follow one another in the order of the step; overlapped messages are no exception. A
-collective is a single node, even if it is sent in pieces. Chakra supports only parts of equal size,
-so a gather is written with the mean size of its members' parts.
+collective is a single node, even if it is sent in pieces. In Chakra, all ranks contribute shards of
+equal size to a gather, so the mean size of the shards is written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpikfac import files
 from mpikfac.plan import PASSED, Message, Plan, passed
 
 KINDS = {"ordinary": (False, False), "factors": (True, False), "refresh": (True, True)}
-"""Whether a kind of step has new factors, and new bases."""
+"""Whether each kind of step computes new factors, and new bases."""
 VERSION = "0.0.4"
 COMPUTATION, SEND, RECEIVE, COLLECTIVE = 4, 5, 6, 7  # enum NodeType
 COLLECTIVES = {
@@ -31,7 +31,7 @@ COLLECTIVES = {
 """The values of enum CollectiveCommType."""
 FIELDS = {bool: 27, int: 9, str: 30}  # field numbers of an AttributeProto's value
 Groups = dict[tuple[int, ...], int]
-"""The number of each communicator except the world, by its ranks."""
+"""The number that identifies each communicator except the world, by the communicator's ranks."""
 
 
 def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction | None) -> int:
@@ -44,7 +44,8 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
             contain only messages.
 
     Raises:
-        ValueError: a message has no counterpart in Chakra, or the plan has other kinds of steps.
+        ValueError: a message has no counterpart in Chakra, or the plan has kinds of steps other
+            than `KINDS`.
         OSError: a file cannot be written.
     """
     _check_kinds(plan)
@@ -97,7 +98,7 @@ def nodes(
 
     Args:
         step: seconds by stage, in the order of the step; empty for messages alone.
-        groups: the communicators so far; those of the messages are added.
+        groups: the communicators of previous messages; those of `messages` are added.
     """
     of_stages: dict[str, list[Message]] = {stage: [] for stage in step}
     for message in messages:
@@ -115,7 +116,7 @@ def nodes(
 
 
 def computation(seconds: float) -> list[list[bytes]]:
-    """Return the content of a computing stage's node."""
+    """Return the content of the node of a stage that computes for `seconds`."""
     duration = field(7, round(seconds * 1e6))
     return [[field(3, COMPUTATION) + duration + attribute("is_cpu_op", False)]]
 
@@ -151,7 +152,7 @@ def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[
 
 
 def passing(message: Message, team: Sequence[int], member: int) -> Iterator[bytes]:
-    """Yield the content of the nodes in which a member sends to other members, and receives."""
+    """Yield the content of the nodes in which a member sends to and receives from other members."""
     moves = passed(message.spans, message.to)
     itemsize = message.size // sum(move.size for move in moves)
     for move in moves:
@@ -180,7 +181,7 @@ def attribute(name: str, value: bool | int | str) -> bytes:
 
 
 def field(number: int, value: int | str | bytes) -> bytes:
-    """Return a field: a non-negative integer, or a text or message preceded by its length."""
+    """Return a field: a non-negative integer, or a string or message preceded by its length."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     content = value.encode() if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Describe a plan for several programs: strategy, kinds of steps, orders of factors, ranks."""
+"""What several programs need to describe a plan: strategy, kinds of steps, orders, ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpikfac.preconditioners import Inverse, Preconditioner, named_preconditione
 
 ALL_RANKS = 256  # a larger job is represented by SAMPLE ranks and the most loaded rank
 SAMPLE = 64
-UNPLANNED = ("split_layers", "tp_size")  # options that need the calls of a network
+UNPLANNED = ("split_layers", "tp_size")  # options that need the sizes of a network's calls
 FIRST_ORDER = "sgd"
 """The name of the strategy without K-FAC, plain data parallelism, for planning and predictions."""
 KINDS_OF_STEP = (
@@ -37,12 +37,12 @@ def order_of(factor: mpikfac.plan.FactorShape) -> str:
 
 
 def most_loaded(plan: mpikfac.plan.Plan) -> int:
-    """Return the rank with the longest decompositions; 0 if there are none."""
+    """Return the rank with the most work in decompositions; 0 if no layer is covered."""
     return max(sorted(set(plan.owners.values())), key=plan.load, default=0)
 
 
 def looked_at(plan: mpikfac.plan.Plan) -> list[int]:
-    """Return all ranks of a small job, or a sample plus the most loaded rank of a large one."""
+    """Return the ranks to examine: all, or in a large job a sample and the most loaded rank."""
     ranks = range(plan.ranks)
     if plan.ranks <= ALL_RANKS:
         return list(ranks)

@@ -49,7 +49,7 @@ def json_file(text: str) -> Path:
     """Return the path of a file to write; a missing folder is reported before any work is done.
 
     Raises:
-        ValueError: the path is a folder, or its folder does not exist.
+        ValueError: the path is a folder, or the folder of the file does not exist.
     """
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
@@ -58,11 +58,11 @@ def json_file(text: str) -> Path:
 
 
 def trace_files(text: str) -> Path:
-    """Return the FILE of chakra:FILE, the prefix of the traces' names.
+    """Return the path FILE, with which the names of traces begin, from the text chakra:FILE.
 
     Raises:
-        ValueError: the text has a different form, the file is a folder, or its folder does not
-            exist.
+        ValueError: the text is not of the form chakra:FILE, FILE is a folder, or the folder of FILE
+            does not exist.
     """
     form, _, file = text.partition(":")
     if form != "chakra" or not file:
@@ -86,7 +86,7 @@ class ShardOptions:
     replicas: int = bounded(1, ">= 1")
 
     def of(self, parameters: Iterable[tuple[str, tuple[int, ...]]], ranks: int) -> Sharding | None:
-        """Return the shards of parameters, given by block and shape; None for whole parameters.
+        """Return the shards of parameters, given as names and shapes; None for whole parameters.
 
         Raises:
             ValueError: there are replicas without shards, there are too many ranks for a plan of

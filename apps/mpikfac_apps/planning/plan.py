@@ -45,7 +45,7 @@ SLOW = 20_000  # the number of ranks above which planning is slow
 TABLE = 60  # maximum number of layers with a line each; in larger models, layers share lines
 
 Kind = tuple[str, str, str]
-"""Stage, collective and communicator of messages."""
+"""The stage, collective and communicator that messages have in common."""
 Sent = tuple[tuple[Kind, tuple[int, int, int]], ...]
 """What a rank sends in a step: the number, bytes and wire bytes of each kind of message."""
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_plan(options: PlanOptions) -> int:
-    """Print the plan of the options; return 0.
+    """Print the plan that the options describe; return 0.
 
     Raises:
         ValueError: options cannot be combined.
@@ -76,7 +76,7 @@ def print_plan(options: PlanOptions) -> int:
 
 
 def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
-    """Return the plan of a run after the first batch.
+    """Return the plan of a run with the options, after the first batch.
 
     Raises:
         ValueError: options cannot be combined.
@@ -209,7 +209,7 @@ def owners(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def owners_of(plan: mpikfac.plan.Plan, factors: Sequence[mpikfac.plan.FactorShape]) -> str:
-    """Return the ranks that decompose the factors of a side."""
+    """Return the ranks that decompose the factors of a side, as text; "-" for no factors."""
     return "+".join(dict.fromkeys(str(plan.owners[factor.name]) for factor in factors)) or "-"
 
 
@@ -264,7 +264,7 @@ def memory(plan: mpikfac.plan.Plan, job: mpikfac.predict.Job) -> list[str]:
 
 
 def messages(plan: mpikfac.plan.Plan) -> list[str]:
-    """Return the lines above the tables of collectives."""
+    """Return the lines to print above the tables of collectives."""
     sync, apart = plan.strategy.sync, []
     if sync.local_steps:
         every, in_node = (round(1 / sync.share_of_steps(stage)) for stage in names.EXCHANGES)
@@ -305,7 +305,7 @@ def traffic(title: str, steps: Sequence[Sent]) -> list[str]:
     """Return lines about the collectives of a kind of step, in order.
 
     Args:
-        steps: what each rank sends.
+        steps: for each rank, what it sends in such a step.
     """
     if not any(steps):
         return [f"{title}: no messages"]
@@ -329,7 +329,7 @@ def kind_of(message: mpikfac.plan.Message) -> Kind:
 
 
 def sample_note(plan: mpikfac.plan.Plan) -> str:
-    """Return a note about the sample if not all ranks are counted, otherwise ""."""
+    """Return a note about the number of ranks examined if these are not all ranks, or ""."""
     looked = len(looked_at(plan))
     return f" ({looked} of {plan.ranks} ranks)" if looked < plan.ranks else ""
 

@@ -58,7 +58,7 @@ def listing() -> list[str]:
 
 
 def legend() -> list[str]:
-    """Return lines about the units of costs."""
+    """Return lines that explain how the costs of strategies are written."""
     text = (
         '"Sends" lists the bytes that a rank sends in a ring, in addition to averaging gradients: '
         "in steps with new factors + in a refresh + in every step. P ranks, w workers. 4F, 4T and "
@@ -71,7 +71,7 @@ def legend() -> list[str]:
 
 
 def paragraph(name: str) -> list[str]:
-    """Return lines about a strategy."""
+    """Return lines that describe the strategy `name`."""
     way = mpikfac.plan.NAMED[name]
     kind = "the same estimator" if way.same else "a different estimator"
     settings = [f"{key}={value}" for key, value in way.settings.items()]
