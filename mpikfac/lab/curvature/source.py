@@ -35,7 +35,8 @@ class Segment:
     """A part of a K-FAC run in which the curvature is assumed to be constant.
 
     Attributes:
-        curvature: the curvature at a checkpoint of the segment, with a separate model.
+        curvature: the curvature at one of the segment's checkpoints; each segment needs its own
+            copy of the model.
         length: the sum of the steps' learning rates (each times the step's clip factor, if there is
             one), divided by 1 - momentum.
         damping: the damping of the run's preconditioner; see `damping_of` for relative damping.
@@ -51,11 +52,17 @@ class Segment:
         check_positive("length", self.length)
 
     def decay(self) -> Function:
-        """Return the factor by which a deviation of the weights shrinks over the segment."""
+        """Return the factor by which a deviation of the weights shrinks over the segment.
+
+        The factor is a function of the curvature's eigenvalues.
+        """
         return lambda values: torch.exp(-self.length * self._rates(values))
 
     def response(self) -> Function:
-        """Return the deviation that a constant change of the gradient causes over the segment."""
+        """Return the deviation that a constant change of the gradient causes over the segment.
+
+        It is a function of the curvature's eigenvalues, by which the change is multiplied.
+        """
 
         def response(values: Tensor) -> Tensor:
             rates = self._rates(values)
@@ -84,7 +91,7 @@ def source(
 
     Args:
         segments: the segments of the training, in order; the loss of queries is measured at the
-            weights of the last one.
+            weights of the last segment.
         losses: see `influence`.
         examples: see `influence`; the batches are read once for each segment.
         queries: see `influence`.

@@ -44,7 +44,7 @@ def _newest(path: Path) -> Path:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Load the weights and buffers of a checkpoint.
+    """Load the weights and buffers of a checkpoint into the model.
 
     Raises:
         ValueError: the checkpoint has different weights for each rank.

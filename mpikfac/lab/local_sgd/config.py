@@ -88,7 +88,7 @@ class Replicas(Synchronization):
         return self.alone(step) and (step + 1 - self.warmup_steps) % every == 0
 
     def turn(self, step: int) -> int | None:
-        """Return how many parts are sent before the one due after `step`; None if none is due."""
+        """Return how many parts precede the part to send after `step`; None if no part is due."""
         turns, later = divmod(step + 1 - self.warmup_steps, self.sync_every // self.fragments)
         return turns - 1 if self.alone(step) and not later else None
 
@@ -163,7 +163,7 @@ class LocalSGD(Replicas):
         return copies.average_copies() if self.aggregation.sums else copies.combine_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes are sent: compressing them loses less than compressing weights."""
+        """Return True with gradient compression, which loses less in changes than in weights."""
         return copies.rank.strategy.compression.gradients is not None
 
     def vectors(self, copies: PlannedCopies) -> int:
@@ -212,7 +212,7 @@ class DiLoCo(LocalSGD):
         outer_lr: the learning rate of the outer step; 1 without momentum gives local SGD.
         outer_momentum: the Nesterov momentum of the outer step.
         fragments: the number of parts of the model; each is exchanged every `sync_every` steps.
-        delay: the number of steps between sending a part and using the mean, during which the
+        delay: the number of steps between sending a part and using its mean, during which the
             reduction runs in the background.
         mixing: the coefficient of the rank's own weights when a mean is used; None for
             `2 delay / (2 delay + n)` with n replicas [DASO].
