@@ -482,7 +482,7 @@ def _check_trainer(trainer: KFAC) -> None:
 
 
 def _damping_of(trainer: KFAC) -> Damping:
-    """Return the trainer's damping as a constant: a schedule is replaced by its current value."""
+    """Return the current value of the trainer's damping, as a `Damping` without a schedule."""
     damping = trainer.settings.damping
     number = in_force("damping", damping.number, trainer.steps)
     return Damping(relative=number) if damping.is_relative else Damping(number)

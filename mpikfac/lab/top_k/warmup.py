@@ -37,7 +37,7 @@ class GentleStart(OneModel):
             gradients.sender = Clipped(gradients, top.clip_norm)
 
     def begin_step(self, step: int) -> None:
-        """Select the messages of the current stage."""
+        """Select the messages of the current warm-up stage, or those after the warm-up."""
         stage = STAGES * step // self._warmup if step < self._warmup else STAGES
         self.gradients.sender.messages = self._messages[stage]
 
