@@ -63,7 +63,7 @@ class Curvature:
     Attributes:
         model: the model.
         layers: the covered layers, by name.
-        damping: the damping in the trainer's last step; None after `load`.
+        damping: the damping of the trainer's next step; None after `load` and `measured`.
         bases: the eigenbases and eigenvalues of the layers that this rank owns.
         owners: distributes the layers over the ranks.
     """

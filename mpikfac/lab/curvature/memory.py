@@ -38,7 +38,7 @@ call, and their products with the eigenvectors of one side and of both sides."""
 def influence_memory(
     curvature: Curvature, losses: Losses, few: Any, examples: int, queries: int
 ) -> dict[str, Parts]:
-    """Return the number of bytes that a rank needs for `influence` and `self_influence`, by part.
+    """Return the number of bytes that a rank needs for `influence` and `self_influence`, by use.
 
     The memory of the curvature and the model is not included.
 
@@ -77,7 +77,7 @@ def influence_memory(
 def variances_memory(
     curvature: Curvature, outputs: Outputs, few: Any, examples: int, priors: int
 ) -> Parts:
-    """Return the number of bytes that a rank needs for `output_variances`, by part.
+    """Return the number of bytes that a rank needs for `output_variances`, by use.
 
     The memory of the curvature and the model is not included.
 

@@ -41,7 +41,10 @@ class RecordedCall(NamedTuple):
     g: Tensor
 
     def prepared(self) -> tuple[Tensor, Tensor]:
-        """Return, in float64, the input from which statistics are computed, and the gradients."""
+        """Return the input, as prepared by `Layer.prepared`, and the gradients, in float64.
+
+        Integer inputs keep their dtype.
+        """
         x = self.layer.prepared(self.x, self.g)
         return x.double() if x.is_floating_point() else x, self.g.double()
 
@@ -280,7 +283,7 @@ def sum_of_squares(
     examples: int,
     inputs: Sequence[Tensor | None],
 ) -> Tensor:
-    """Return the squared gradients in a basis, summed over examples, `[groups, outputs, inputs]`.
+    """Return the sum of the examples' squared gradients in a basis, `[groups, outputs, inputs]`.
 
     Args:
         inputs: as returned by `rotated_inputs`.
@@ -303,11 +306,11 @@ def weighted_squares(
     inputs: Sequence[Tensor | None],
     weights: Tensor,
 ) -> Tensor:
-    """Return weighted sums of the squared gradients in a basis, `[weights, examples]`.
+    """Return weighted sums of each example's squared gradient in a basis, `[weights, examples]`.
 
     Args:
         inputs: as returned by `rotated_inputs`.
-        weights: `[weights, groups, outputs, inputs]`.
+        weights: the weights of each sum, `[weights, groups, outputs, inputs]`.
     """
     if (pair := _rotated_pair(basis, calls, inputs)) is not None:
         g, a = (side.square() for side in pair)

@@ -5,12 +5,12 @@ training. The curvature is assumed to be constant within a segment of the traini
 has curvature s in the eigenbasis, a K-FAC step multiplies the gradient by `1 / (s + damping)`, and
 the optimizer adds the weight decay to the result. A deviation of the weights is therefore
 multiplied by `1 - lr q` with `q = s / (s + damping) + weight_decay`. After steps whose learning
-rates sum to L, the factors are
+rates sum to L, the multiplier is
 
     exp(-L q)                               for a deviation from before the segment
     (1 - exp(-L q)) / (q (s + damping))     for a constant change of the gradient
 
-The damping is the run's, so none has to be chosen, and momentum only changes L.
+The damping is that of the run, so it need not be chosen, and momentum only changes L.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Segment:
     def decay(self) -> Function:
         """Return the factor by which a deviation of the weights shrinks over the segment.
 
-        The factor is a function of the curvature's eigenvalues.
+        The result maps the curvature's eigenvalues to factors.
         """
         return lambda values: torch.exp(-self.length * self._rates(values))
 
     def response(self) -> Function:
         """Return the deviation that a constant change of the gradient causes over the segment.
 
-        It is a function of the curvature's eigenvalues, by which the change is multiplied.
+        The result maps the curvature's eigenvalues to factors that multiply the change.
         """
 
         def response(values: Tensor) -> Tensor:

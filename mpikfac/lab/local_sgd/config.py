@@ -40,7 +40,7 @@ class Replicas(Synchronization):
         sync_every: the number of steps from one exchange of weights to the next; at least 2.
         warmup_steps: the number of steps at the start in which ranks average gradients instead of
             exchanging weights [post-local SGD, Lin et al. 2020].
-        factor_aggregation: how the ranks' factors are combined.
+        factor_aggregation: the rule that combines the ranks' factors.
     """
 
     local_steps: ClassVar[bool] = True
@@ -150,7 +150,7 @@ class LocalSGD(Replicas):
     Attributes:
         replicas: "rank": each rank trains its own replica. "node": each node of `ranks_per_node`
             ranks trains one replica with the node's mean gradient, and nodes exchange replicas.
-        aggregation: how the replicas' weights are combined.
+        aggregation: the rule that combines the replicas' weights.
     """
 
     name: ClassVar[str] = "local-sgd"

@@ -68,7 +68,7 @@ class PlannedCopies:
 
     @cached_property
     def fragments(self) -> dict[str, int]:
-        """The part of the model to which each block belongs; the parts have similar sizes."""
+        """The index of the model part to which each block belongs; parts have similar sizes."""
         layout, count = self.layout, self.sync.fragments
         return {n: offset * count // layout.size for n, offset in layout.offsets.items()}
 

@@ -126,8 +126,8 @@ class AsyncSGD(Trainer):
     def combined(self) -> bool:
         """Whether all clients have met since the last step, and therefore have the same model.
 
-        If so, the votes of this step include all clients. Otherwise, the votes are the clients'
-        latest ones.
+        If so, the votes of this step include all clients. Otherwise, they are the votes that each
+        client has sent most recently.
         """
         return self._client.heard
 

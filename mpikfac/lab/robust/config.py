@@ -229,7 +229,7 @@ class Safeguard(Robust):
 
 @dataclass(frozen=True)
 class NearMost(FactorAggregation):
-    """Sum each block over the ranks whose blocks are close to most ranks' blocks.
+    """Sum each block of factors over the ranks whose blocks are close to most ranks' blocks.
 
     Attributes:
         factor: the maximum distance of an included block from the median rank's block, as a

@@ -105,7 +105,7 @@ class Windows(ByVector):
 
 
 class Near:
-    """Sum each block over the ranks whose blocks are near most ranks' blocks.
+    """Sum each block of factors over the ranks whose blocks are near most ranks' blocks.
 
     A block is a sum over local examples, but distances are measured between means. Ranks without
     examples, and ranks with many more examples than most, are never near.

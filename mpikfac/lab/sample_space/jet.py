@@ -198,7 +198,7 @@ def _call(name: str, *args: Any, **kwargs: Any) -> Any:
     """Apply the rule for a torch function, given its name.
 
     Raises:
-        NotImplementedError: there is no rule, or it does not take the arguments.
+        NotImplementedError: there is no rule for the function, or it does not take the arguments.
     """
     rule = FUNCTIONS.get(name)
     if rule is None and name not in Jet.rules:

@@ -5,7 +5,7 @@ time by the same factor. For `ratio=0.001`, the fractions are 25 %, 6.3 %, 1.6 %
 
 Local clipping: each rank bounds the norm of its contribution to the reduction before it adds the
 unsent values from earlier steps. With N ranks, the bound per rank is `clip_norm / sqrt(N)`, which
-bounds the sum by about `clip_norm` if the ranks' noise is independent.
+bounds the sum of all contributions by about `clip_norm` if the ranks' noise is independent.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Clipped(Sender):
 
 
 def _norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the norm `[]` of all tensors together."""
+    """Return the norm `[]` of the vector that contains all tensors' elements."""
     return torch.stack([tensor.norm() for tensor in tensors]).norm()
 
 
