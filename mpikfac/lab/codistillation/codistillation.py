@@ -19,7 +19,7 @@ from mpikfac.numerics import Arena, all_finite, copy_all
 from mpikfac.plan import check_count, check_divides, check_size, gathers, lay_out, names
 from mpikfac.trace import Trace
 
-# Names of the items in the state.
+# Names of the items in the state that `state_dict` returns.
 STEPS = "codistillation/steps"
 PEERS = "codistillation/peers/"
 

@@ -140,7 +140,7 @@ def sampled_models(
         samples = mpikfac.lab.sampled_models(curvature, 50_000, 10.0, generator, 20, inputs)
         probabilities = sum(model(images).softmax(1) for model in samples) / 20
 
-    At the end, the model's weights and statistics are restored.
+    When the iteration ends, the model's weights and statistics are restored.
 
     Collective over: comm of the curvature; all ranks draw all samples.
 

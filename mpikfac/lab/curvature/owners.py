@@ -15,7 +15,7 @@ from mpikfac.trace import Trace
 
 COUNT, QUERIES, ANSWERS, PUBLISH = "count vectors", "send vectors", "return vectors", "publish"
 SUMS = "send sums"
-ITEMSIZE = 8  # of float64
+ITEMSIZE = 8  # bytes of a float64
 
 
 def assign(layers: Sequence[LayerShape], ranks: int) -> list[list[str]]:

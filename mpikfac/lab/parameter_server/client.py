@@ -142,7 +142,7 @@ class AsyncSGD(Trainer):
 
     @property
     def version(self) -> int:
-        """The number of updates applied to the weights."""
+        """The number of updates that the servers had applied when they last answered."""
         return self._client.version
 
     def call(self) -> None:

@@ -139,7 +139,7 @@ class Server:
         self._present = set(self._clients)
         self._held: set[int] = set()  # clients that wait for the end of the warm-up
         self._waiting: set[int] = set()  # clients that wait until all clients meet
-        self._fetched = dict.fromkeys(self._clients, 0)  # the version that each client has
+        self._fetched = dict.fromkeys(self._clients, 0)  # the weights' version at each client
         self._steps = dict.fromkeys(self._clients, -1)
         self._votes: dict[int, list[float]] = {}
         self._heard = dict.fromkeys(self._clients, time.monotonic())

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STEPS = 100  # the maximum number of iterations
-PRECISION = 1e-12  # iterations stop when no weight changes by more than this
+STEPS = 100  # the maximum number of iterations of Weiszfeld's method
+PRECISION = 1e-12  # the iterations stop when every weight changes by less than this
 ROUNDING = 1e-6  # the error of distances, relative to the longest vector
 
 

@@ -23,7 +23,7 @@ from mpikfac.trace import Trace
 
 EXCHANGE_RECORDS, GATHER_PRODUCTS, SCATTER_SOLUTION = "exchange records", "reduce gram", "solve"
 REDUCE_GRADIENTS, LENGTH = "reduce gradients", "length"
-ITEMSIZE = 8  # of float64
+ITEMSIZE = 8  # bytes of a float64
 NUMBERS = 4
 """The number of scalars that are sent with a rank's part of a solution."""
 Counts = Sequence[Sequence[int]]

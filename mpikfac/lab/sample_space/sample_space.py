@@ -33,7 +33,7 @@ MOST_TRIES = 12
 MOST_DAMPING = 1e3
 """Steps do not raise the damping above this multiple of the mean of the diagonal of `J J^T`."""
 
-# Names of the items in the state.
+# Names of the items in the state that `state_dict` returns.
 STEPS, DAMPING, MOMENTUM = "sample/steps", "sample/damping", "sample/momentum/"
 SAMPLE = "sample/"
 
