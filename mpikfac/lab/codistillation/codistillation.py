@@ -19,7 +19,7 @@ from mpikfac.numerics import Arena, all_finite, copy_all
 from mpikfac.plan import check_count, check_divides, check_size, gathers, lay_out, names
 from mpikfac.trace import Trace
 
-# Names of the items in the state.
+# Names of the items in the state that `state_dict` returns.
 STEPS = "codistillation/steps"
 PEERS = "codistillation/peers/"
 
@@ -40,8 +40,9 @@ class Codistillation:
             trainer.step()
             codistillation.end_step()
 
-    Consecutive ranks form a group. All groups must take the same number of steps. Copies predict in
-    eval() mode: normalisation layers use the peer's running statistics, and there is no dropout.
+    Consecutive ranks form a group. All groups must take the same number of steps. The copies
+    of the peers' models predict in eval() mode: normalisation layers use the peer's running
+    statistics, and there is no dropout.
 
     Collective over: comm. All ranks of a group get the model of its first rank.
 
@@ -51,7 +52,8 @@ class Codistillation:
         burn_in: the number of steps at the start in which groups train independently.
         groups: the number of groups, which must divide the number of ranks; 1 for plain training.
         every: the number of steps between two swaps of weights.
-        weight: the factor of the peers' term in the loss; if 0, groups train independently.
+        weight: the coefficient of the loss term that depends on the peers' predictions; if 0,
+            groups train independently.
         trace: times the stages; None for a new trace.
 
     Raises:
@@ -102,7 +104,7 @@ class Codistillation:
 
     @property
     def learning(self) -> bool:
-        """Whether the loss of the next step includes the peers' term."""
+        """Whether the loss of the next step includes the term from the peers' predictions."""
         return self._learns_after(self.steps)
 
     def _learns_after(self, steps: int) -> bool:
@@ -136,7 +138,7 @@ class Codistillation:
         return self.weight * divergence(predictions, outputs)
 
     def end_step(self) -> None:
-        """End the step; swap weights if a swap is due.
+        """End the step; swap weights between groups if a swap is due.
 
         Collective over: world if a swap is due, else none.
 
@@ -165,7 +167,7 @@ class Codistillation:
         self._hand_out()
 
     def _places(self, number: int, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of a group's tensor in the arena and the model's corresponding tensor."""
+        """Yield pairs: a group's tensor in the arena, and the model's tensor of the same name."""
         for name, tensor in real_tensors(model):
             yield self._arena[f"{number}/{name}"], tensor
 
@@ -188,7 +190,7 @@ class Codistillation:
         return {STEPS: self.steps} | (self._of_peers() if self.learning else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the rank's group, with any number of ranks.
+        """Load the state of the rank's group, even if another number of ranks saved it.
 
         If loading fails on any rank, no rank's state changes.
 
@@ -209,21 +211,21 @@ class Codistillation:
         self.steps = steps
 
     def _of_peers(self) -> dict[str, Tensor]:
-        """Return the weights of the peers, by name."""
+        """Return the weights of the peers, by their names in the state."""
         prefix = f"{self.number}/"
         blocks = self._arena.items()
         return {PEERS + name: block for name, block in blocks if not name.startswith(prefix)}
 
 
 def real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point parameters and buffers by name; others are not exchanged."""
+    """Yield a model's floating-point parameters and buffers, by name: only these are exchanged."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point():
             yield name, tensor.detach()
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of floating-point parameters and buffers."""
+    """Return the shapes of a model's floating-point parameters and buffers, by name."""
     return {name: tuple(tensor.shape) for name, tensor in real_tensors(model)}
 
 
@@ -236,7 +238,7 @@ def divergence(predictions: Sequence[Tensor], outputs: Tensor) -> Tensor:
     """Return the mean of `KL(mean of predictions, softmax of outputs)` over batch and positions.
 
     Args:
-        predictions: probabilities `[batch, classes, *positions]`.
+        predictions: each peer's probabilities, `[batch, classes, *positions]`.
         outputs: logits of the same shape.
     """
     mean = torch.stack(list(predictions)).mean(0)

@@ -63,7 +63,7 @@ class Curvature:
     Attributes:
         model: the model.
         layers: the covered layers, by name.
-        damping: the damping in the trainer's last step; None after `load`.
+        damping: the damping of the trainer's next step; None after `load` and `measured`.
         bases: the eigenbases and eigenvalues of the layers that this rank owns.
         owners: distributes the layers over the ranks.
     """
@@ -77,7 +77,7 @@ class Curvature:
         skip: Collection[str] = (),
         damping: Damping | None = None,
     ) -> None:
-        """Use the given eigenbases of this rank's layers; `load` and `of` compute them."""
+        """Use eigenbases of this rank's layers, which `load`, `of` or `measured` has computed."""
         self.model, self.damping = model, damping
         self.layers = {layer.name: layer for layer in layers}
         self.bases, self.owners = bases, owners
@@ -179,7 +179,7 @@ class Curvature:
 
         The factors are computed at these weights, rather than taken from a run's running averages.
         With "squares", each rank stores the eigenbases of all layers, a batch's rotated inputs (at
-        most 128 MiB per layer), and a layer's gradients in parts of 128 MiB.
+        most 128 MiB per layer), and up to 128 MiB of one layer's per-example gradients at a time.
 
         Collective over: comm. Each rank passes any number of its own batches. A `ValueError`,
         `OSError` or `UserError` in `outputs` or `batches` is raised on all ranks; after any other
@@ -200,8 +200,8 @@ class Curvature:
             trace: see `load`.
 
         Raises:
-            UserError: a module is in training mode; no batch of any rank calls one of the layers;
-                see also `load`.
+            UserError: a module is in training mode; some layer is not called for any batch on any
+                rank; see also `load`.
         """
         comm = SplitComm.of(comm).trains
         one_of("loss", loss, LOSSES)
@@ -237,7 +237,7 @@ class Curvature:
         """Return the same curvature with the eigenbases of all layers on every rank.
 
         The result's methods are not collective. Use it for many vectors, which then stay on their
-        ranks.
+        ranks instead of being sent to the layers' owners.
 
         Collective over: comm.
         """
@@ -249,7 +249,7 @@ class Curvature:
         return Curvature(self.model, layers, bases, owners, self._skip, self.damping)
 
     def close(self) -> None:
-        """Free the communicator of the owners.
+        """Free the communicator that connects the owners of the layers.
 
         Collective over: comm.
         """
@@ -447,7 +447,7 @@ def _bases(
 
 
 def _of_layer(tensors: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
-    """Return the parts of a layer's eigenbasis, by name within the layer."""
+    """Return a layer's tensors, such as "a0", from all layers' tensors, such as "conv1/a0"."""
     named = ((name.rpartition("/"), tensor) for name, tensor in tensors.items())
     return {own: tensor for (of_layer, _, own), tensor in named if of_layer == layer}
 
@@ -468,7 +468,7 @@ def _check_trainer(trainer: KFAC) -> None:
     """Check that the trainer's factors estimate a Fisher matrix at weights shared by all ranks.
 
     Raises:
-        ValueError: the factors do not estimate one, or weights differ between ranks.
+        ValueError: the factors do not estimate a Fisher matrix, or weights differ between ranks.
     """
     estimator, sync = trainer.estimator, trainer.plan.strategy.sync
     if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
@@ -482,7 +482,7 @@ def _check_trainer(trainer: KFAC) -> None:
 
 
 def _damping_of(trainer: KFAC) -> Damping:
-    """Return the current damping as a number."""
+    """Return the current value of the trainer's damping, as a `Damping` without a schedule."""
     damping = trainer.settings.damping
     number = in_force("damping", damping.number, trainer.steps)
     return Damping(relative=number) if damping.is_relative else Damping(number)

@@ -24,7 +24,7 @@ class Eigenbasis:
 
     Attributes:
         a: the diagonal blocks of Q_A, each `[groups, n, n]`; empty for the identity.
-        g: the diagonal blocks of Q_G.
+        g: the diagonal blocks of Q_G, each `[groups, n, n]`; empty for the identity.
         values: the eigenvalues `[groups, outputs, inputs]`.
     """
 
@@ -39,7 +39,7 @@ class Eigenbasis:
         """Decompose a layer's factors in float64.
 
         Args:
-            factors: the blocks of "A" and "G", each `[n, n]` or `[count, n, n]`.
+            factors: the diagonal blocks of factors "A" and "G", each `[n, n]` or `[count, n, n]`.
 
         Raises:
             ValueError: a factor's shape does not match the layer, or a factor is not finite.
@@ -62,7 +62,7 @@ class Eigenbasis:
         return cls(a, g, parts["values"])
 
     def of_groups(self, groups: slice) -> Eigenbasis:
-        """Return the eigenbasis of some of the groups."""
+        """Return the eigenbasis restricted to a slice of the layer's groups."""
         a, g = ([block[groups] for block in side] for side in (self.a, self.g))
         return Eigenbasis(a, g, self.values[groups])
 
@@ -90,7 +90,7 @@ class Eigenbasis:
 def _decomposed(
     shape: LayerShape, side: str, factors: Sequence[Tensor], device: torch.device
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return the eigenvalues `[groups, n]` of a side, and the blocks of its eigenvectors."""
+    """Return the eigenvalues `[groups, n]` of factor A or G, and the blocks of its eigenvectors."""
     groups, order = shape.groups, shape.inputs if side == "A" else shape.outputs
     name = f"{shape.name}.{side}"
     if not factors:

@@ -63,7 +63,8 @@ def influence(
         the examples of this rank.
 
     Raises:
-        ValueError: a module is in training mode, or there is not one loss per example.
+        ValueError: a module is in training mode, or `losses` or `measure` does not return one loss
+            per example.
         UserError: the solutions for all queries do not fit into memory or into a message; the
             error message states how many queries would fit.
     """
@@ -78,10 +79,10 @@ def self_influence(
     examples: Iterable[Any],
     damping: float | Damping = USUAL,
 ) -> Tensor:
-    """Return how much each example lowers its own loss, multiplied by N, `[examples]`.
+    """Return how much each example lowers its own loss, times the number of examples.
 
-    Mislabelled examples often have the largest values. The eigenbases of all layers are sent to
-    every rank, and the examples stay on their ranks.
+    The result has the shape `[examples]`. Mislabelled examples often have the largest values. The
+    eigenbases of all layers are sent to every rank, and the examples stay on their ranks.
 
     Collective over: comm of the curvature.
 

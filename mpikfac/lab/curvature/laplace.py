@@ -21,7 +21,7 @@ from mpikfac.lab.curvature.curvature import Curvature
 from mpikfac.lab.curvature.records import Outputs, record_columns, rotated_inputs, weighted_squares
 from mpikfac.plan import check_positive
 
-CHANGE = 1e-10  # the iteration stops when log(prior) changes by at most this
+CHANGE = 1e-10  # the iteration stops when log(prior) changes by no more than this
 FEW, MANY = 1e-10, 1e15  # prior precisions between which a maximum is searched for
 
 
@@ -44,8 +44,8 @@ def evidence_prior(curvature: Curvature, examples: int) -> float:
     """Return the prior precision that maximizes the evidence, a root of `prior |w|^2 = gamma`.
 
     MacKay's fixed-point iteration is `prior <- gamma / |w|^2`, where gamma is the sum of
-    `curvature.effective`. Taking the geometric mean of two iterates at least halves the error of
-    the logarithm.
+    `curvature.effective`. Here, each iteration takes the geometric mean of the old and the new
+    value, which at least halves the error of `log(prior)`.
 
     Collective over: comm of the curvature.
 
@@ -140,7 +140,7 @@ def sampled_models(
         samples = mpikfac.lab.sampled_models(curvature, 50_000, 10.0, generator, 20, inputs)
         probabilities = sum(model(images).softmax(1) for model in samples) / 20
 
-    At the end, the model's weights and statistics are restored.
+    When the iteration ends, the model's weights and statistics are restored.
 
     Collective over: comm of the curvature; all ranks draw all samples.
 

@@ -2,7 +2,8 @@
 
 Gradients are computed for all labels of the model's own distribution (type-2), or for labels
 sampled from it (mc), so both estimate the per-example Fisher matrix. The means of the squared
-gradients are the best diagonal approximation in the factors' eigenbases [George et al. 2018].
+gradients are the best diagonal approximation of the Fisher matrix in the factors' eigenbases
+[George et al. 2018].
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Passes:
     Attributes:
         layers: the covered layers of the model.
         outputs: returns the outputs of a batch, `[examples, outputs]`.
-        batches: the data; each method reads them once.
+        batches: the data; `factors` and `squares` each read them once.
         loss: the loss of the outputs; see `KFAC.record`.
         fisher_type: see `Estimator`.
     """
@@ -60,9 +61,9 @@ class Passes:
         return {name: of_layer.flat() for name, of_layer in sums.items()}
 
     def squares(self, bases: Mapping[str, Eigenbasis]) -> dict[str, Tensor]:
-        """Return each layer's squared gradients in its basis, summed over examples, as a vector.
+        """Sum each layer's squared per-example gradients in its eigenbasis; return vectors.
 
-        The last element is the number of examples.
+        The last element of each vector is the number of examples.
         """
         sums = {name: torch.zeros_like(basis.values) for name, basis in bases.items()}
         count = 0
@@ -79,7 +80,8 @@ class Passes:
     def _records(self) -> Iterator[tuple[bool, int, Records]]:
         """Yield a tuple for each pass over a batch.
 
-        It contains whether the pass is the batch's first, the number of examples, and the calls.
+        It contains whether the pass is the batch's first, the number of examples in the batch, and
+        the calls of each layer.
         """
         for batch in self.batches:
             passes = record_columns(self.model, self.layers, self.outputs, batch, self._columns)
@@ -144,7 +146,7 @@ def factors_of(layer: Layer, flat: Tensor) -> dict[str, list[Tensor]]:
     """Return the blocks of a layer's factors A and G from their sums over all ranks.
 
     Raises:
-        ValueError: the sums do not contain a call of the layer.
+        ValueError: no batch calls the layer.
     """
     *_, vectors, examples = flat.tolist()
     if not vectors:
@@ -163,5 +165,5 @@ def factors_of(layer: Layer, flat: Tensor) -> dict[str, list[Tensor]]:
 
 
 def values_of(layer: Layer, flat: Tensor) -> Tensor:
-    """Return a layer's eigenvalues `[groups, outputs, inputs]`, given the sum of `squares`."""
+    """Return a layer's eigenvalues `[groups, outputs, inputs]` from all ranks' sum of `squares`."""
     return flat[:-1].view(grouped(layer)) / flat[-1]

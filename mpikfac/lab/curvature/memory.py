@@ -29,7 +29,7 @@ from mpikfac.lab.curvature.records import (
 )
 
 Parts = dict[str, int]
-"""The number of bytes, by what they store."""
+"""Numbers of bytes, by what the bytes store."""
 ROTATED = 4
 """How many gradients are in memory while they are rotated: a sum over calls, the gradients of one
 call, and their products with the eigenvectors of one side and of both sides."""
@@ -38,7 +38,7 @@ call, and their products with the eigenvectors of one side and of both sides."""
 def influence_memory(
     curvature: Curvature, losses: Losses, few: Any, examples: int, queries: int
 ) -> dict[str, Parts]:
-    """Return the number of bytes that a rank needs for `influence` and `self_influence`, by part.
+    """Return the number of bytes that a rank needs for `influence` and `self_influence`, by use.
 
     The memory of the curvature and the model is not included.
 
@@ -46,7 +46,7 @@ def influence_memory(
 
     Args:
         losses: see `influence`.
-        few: a batch with a few of the rank's training examples, or none.
+        few: a batch with a few of the rank's training examples, or with none.
         examples: the largest number of training examples in a batch.
         queries: the number of the rank's queries.
 
@@ -77,7 +77,7 @@ def influence_memory(
 def variances_memory(
     curvature: Curvature, outputs: Outputs, few: Any, examples: int, priors: int
 ) -> Parts:
-    """Return the number of bytes that a rank needs for `output_variances`, by part.
+    """Return the number of bytes that a rank needs for `output_variances`, by use.
 
     The memory of the curvature and the model is not included.
 
@@ -86,7 +86,7 @@ def variances_memory(
     Args:
         curvature: the curvature before `replicate`, with layers distributed over the ranks.
         outputs: see `output_variances`.
-        few: a batch with a few of the rank's examples, or none.
+        few: a batch with a few of the rank's examples, or with none.
         examples: the largest number of examples in a batch.
         priors: the number of priors.
 
@@ -120,7 +120,7 @@ def _bases(curvature: Curvature) -> int:
 
 
 def _of_pass(saved: dict[int, int], records: Records) -> tuple[int, int]:
-    """Return the bytes per example before and during a backward pass, and after it."""
+    """Return the bytes per example in memory up to the end of a backward pass, and after it."""
     calls = [call for of_layer in records.values() for call in of_layer]
     kept = {_storage(tensor): tensor.nbytes for call in calls for tensor in (call.x, call.g)}
     examples = max((len(call.g) for call in calls), default=1)
@@ -135,7 +135,7 @@ def _gradient(calls: Sequence[RecordedCall]) -> int:
 
 
 def _of_layer(calls: Sequence[RecordedCall], examples: int, queries: int | None = None) -> int:
-    """Return the number of elements that a layer's gradients need at the same time; see `parts`.
+    """Return how many elements a layer's gradients need in memory at a time; see `records.parts`.
 
     Args:
         queries: the number of queries whose products with the gradients are computed; None if the
@@ -157,9 +157,9 @@ def _of_layer(calls: Sequence[RecordedCall], examples: int, queries: int | None 
 
 @contextmanager
 def _saved(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Collect the bytes, by storage, of the tensors that autograd saves, excluding the model's.
+    """Collect the sizes in bytes, by storage, of the tensors that autograd saves.
 
-    Sparse tensors are left out.
+    The model's parameters and buffers, and sparse tensors, are left out.
     """
     constant = {_storage(t) for t in (*model.parameters(), *model.buffers()) if _has_storage(t)}
     found: dict[int, int] = {}

@@ -15,7 +15,7 @@ from mpikfac.trace import Trace
 
 COUNT, QUERIES, ANSWERS, PUBLISH = "count vectors", "send vectors", "return vectors", "publish"
 SUMS = "send sums"
-ITEMSIZE = 8  # of float64
+ITEMSIZE = 8  # bytes of a float64
 
 
 def assign(layers: Sequence[LayerShape], ranks: int) -> list[list[str]]:
@@ -42,7 +42,7 @@ def elements_to(sizes: Sequence[int], examples: Sequence[int]) -> list[list[int]
 
 
 def query_messages(sizes: Sequence[int], examples: Sequence[int], rank: int) -> list[Message]:
-    """Return a rank's messages that send vectors to owners, and results back."""
+    """Return a rank's messages that send vectors to the layers' owners, and the results back."""
     if len(sizes) == 1:
         return []
     count = message(COUNT, "Allgather", "owners", [(0, 1)], len(sizes), ITEMSIZE, rank)
@@ -78,7 +78,7 @@ class Owners:
     Collective over: comm.
 
     Args:
-        comm: None if this rank owns all layers; calls are then not collective.
+        comm: None if this rank owns all layers; the methods are then not collective.
 
     Attributes:
         names: the names of each rank's layers.
@@ -113,7 +113,7 @@ class Owners:
         Collective over: comm.
 
         Raises:
-            RanksDifferError: they differ.
+            RanksDifferError: the values differ.
         """
         if self._comm is not None:
             agree(self._comm, values)
@@ -155,10 +155,10 @@ class Owners:
     def publish(
         self, tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]
     ) -> dict[str, Tensor]:
-        """Gather the tensors of all layers on every rank; each rank passes those of its layers.
+        """Gather layers' tensors on every rank; each rank passes the tensors of its own layers.
 
         Args:
-            shapes: the shape of each layer's tensor, for the layers to publish.
+            shapes: the shape of each layer's tensor, for the layers whose tensors are gathered.
 
         Collective over: owners.
         """

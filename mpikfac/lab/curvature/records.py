@@ -41,7 +41,10 @@ class RecordedCall(NamedTuple):
     g: Tensor
 
     def prepared(self) -> tuple[Tensor, Tensor]:
-        """Return, in float64, the input from which statistics are computed, and the gradients."""
+        """Return the input, as prepared by `Layer.prepared`, and the gradients, in float64.
+
+        Integer inputs keep their dtype.
+        """
         x = self.layer.prepared(self.x, self.g)
         return x.double() if x.is_floating_point() else x, self.g.double()
 
@@ -60,7 +63,7 @@ class RecordedCall(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """The number of elements of the layer's vectors, for a call of all groups."""
+        """The number of elements in the vectors `a` and `g` of a call of all the layer's groups."""
         shape = self.layer.shape
         return self.positions * shape.groups * (shape.outputs + shape.inputs)
 
@@ -113,7 +116,8 @@ def record_columns(
 ) -> Iterator[tuple[int, Records]]:
     """Yield, for each gradient of the outputs in `columns`, the number of examples and the calls.
 
-    Each result must be used before the next is requested. The calls' inputs are always the same.
+    Each result must be used before the next is requested, because the lists of calls are reused.
+    The calls' inputs are always the same.
 
     Collective over: none.
 
@@ -152,7 +156,7 @@ def _parameters(layers: Sequence[Layer]) -> list[Tensor]:
 def _forward(
     model: nn.Module, layers: Sequence[Layer], function: Losses, batch: Any
 ) -> tuple[Tensor, dict[str, list[RecordedCall]]]:
-    """Return the function's value, and lists to which its backward passes append calls."""
+    """Return the function's value, and lists to which its backward passes append layers' calls."""
     records: dict[str, list[RecordedCall]] = {layer.name: [] for layer in layers}
     hooks = [
         attached
@@ -207,7 +211,7 @@ def products(matrices: Tensor, calls: Sequence[RecordedCall], examples: int) -> 
     """Return the inner products of matrices with per-example gradients, `[vectors, examples]`.
 
     The gradients themselves are computed only if examples have several positions; for a single
-    position, it is cheaper to use the vectors.
+    position, it is cheaper to multiply the matrices by the vectors `a` and `g`.
 
     Args:
         matrices: `[vectors, groups, outputs, inputs]`.
@@ -230,8 +234,8 @@ def parts(
 ) -> Iterator[tuple[slice, list[RecordedCall]]]:
     """Yield slices of the examples, and the calls restricted to them.
 
-    The gradients or vectors of a slice have at most `ELEMENTS` elements. Without calls, there are
-    no slices.
+    The gradients or vectors of a slice have at most `ELEMENTS` elements, unless a single example
+    has more. Without calls, there are no slices.
     """
     if not calls:
         return
@@ -279,7 +283,7 @@ def sum_of_squares(
     examples: int,
     inputs: Sequence[Tensor | None],
 ) -> Tensor:
-    """Return the squared gradients in a basis, summed over examples, `[groups, outputs, inputs]`.
+    """Return the sum of the examples' squared gradients in a basis, `[groups, outputs, inputs]`.
 
     Args:
         inputs: as returned by `rotated_inputs`.
@@ -302,11 +306,11 @@ def weighted_squares(
     inputs: Sequence[Tensor | None],
     weights: Tensor,
 ) -> Tensor:
-    """Return weighted sums of the squared gradients in a basis, `[weights, examples]`.
+    """Return weighted sums of each example's squared gradient in a basis, `[weights, examples]`.
 
     Args:
         inputs: as returned by `rotated_inputs`.
-        weights: `[weights, groups, outputs, inputs]`.
+        weights: the weights of each sum, `[weights, groups, outputs, inputs]`.
     """
     if (pair := _rotated_pair(basis, calls, inputs)) is not None:
         g, a = (side.square() for side in pair)
@@ -324,7 +328,8 @@ def _rotated(
 ) -> Tensor:
     """Return the per-example gradients in a basis, `[examples, groups, outputs, inputs]`.
 
-    Where the rotated inputs are known, vectors are rotated instead of gradients.
+    Where `inputs` contains a call's rotated inputs, its vectors `g` are rotated instead of its
+    gradients.
     """
     total = basis.values.new_zeros(max(len(call.g) for call in calls), *basis.values.shape)
     for call, known in zip(calls, inputs, strict=True):
@@ -339,7 +344,7 @@ def _rotated(
 
 
 def _part_of(inputs: Sequence[Tensor | None], part: slice) -> list[Tensor | None]:
-    """Return the vectors of the examples in `part`."""
+    """Return the rotated inputs of the examples in `part`."""
     return [None if vectors is None else vectors[:, part] for vectors in inputs]
 
 

@@ -5,12 +5,12 @@ training. The curvature is assumed to be constant within a segment of the traini
 has curvature s in the eigenbasis, a K-FAC step multiplies the gradient by `1 / (s + damping)`, and
 the optimizer adds the weight decay to the result. A deviation of the weights is therefore
 multiplied by `1 - lr q` with `q = s / (s + damping) + weight_decay`. After steps whose learning
-rates sum to L, the factors are
+rates sum to L, the multiplier is
 
     exp(-L q)                               for a deviation from before the segment
     (1 - exp(-L q)) / (q (s + damping))     for a constant change of the gradient
 
-The damping is the run's, so none has to be chosen, and momentum only changes L.
+The damping is that of the run, so it need not be chosen, and momentum only changes L.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Segment:
     """A part of a K-FAC run in which the curvature is assumed to be constant.
 
     Attributes:
-        curvature: the curvature at a checkpoint of the segment, with a separate model.
+        curvature: the curvature at one of the segment's checkpoints; each segment needs its own
+            copy of the model.
         length: the sum of the steps' learning rates (each times the step's clip factor, if there is
             one), divided by 1 - momentum.
         damping: the damping of the run's preconditioner; see `damping_of` for relative damping.
@@ -51,11 +52,17 @@ class Segment:
         check_positive("length", self.length)
 
     def decay(self) -> Function:
-        """Return the factor by which a deviation of the weights shrinks over the segment."""
+        """Return the factor by which a deviation of the weights shrinks over the segment.
+
+        The result maps the curvature's eigenvalues to factors.
+        """
         return lambda values: torch.exp(-self.length * self._rates(values))
 
     def response(self) -> Function:
-        """Return the deviation that a constant change of the gradient causes over the segment."""
+        """Return the deviation that a constant change of the gradient causes over the segment.
+
+        The result maps the curvature's eigenvalues to factors that multiply the change.
+        """
 
         def response(values: Tensor) -> Tensor:
             rates = self._rates(values)
@@ -84,7 +91,7 @@ def source(
 
     Args:
         segments: the segments of the training, in order; the loss of queries is measured at the
-            weights of the last one.
+            weights of the last segment.
         losses: see `influence`.
         examples: see `influence`; the batches are read once for each segment.
         queries: see `influence`.

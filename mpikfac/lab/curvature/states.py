@@ -44,7 +44,7 @@ def _newest(path: Path) -> Path:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Load the weights and buffers of a checkpoint.
+    """Load the weights and buffers of a checkpoint into the model.
 
     Raises:
         ValueError: the checkpoint has different weights for each rank.
@@ -63,7 +63,7 @@ def factors(layer: Layer, items: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     For a layer with groups, or for a diagonal factor, a block is `[count, n, n]`.
 
     Raises:
-        ValueError: a factor is missing, or its average does not contain a batch yet.
+        ValueError: a factor is missing, or its running average does not contain a batch yet.
     """
     names = _factor_names(layer, items)
     for name in (name for of_side in names.values() for name in of_side):
@@ -75,7 +75,7 @@ def factors(layer: Layer, items: Mapping[str, Any]) -> dict[str, list[Tensor]]:
 
 
 def item_names(layer: Layer, names: Collection[str]) -> list[str]:
-    """Return the names of a layer's factors and of their weights.
+    """Return the item names of a layer's factors, and of the weights of their running averages.
 
     Raises:
         ValueError: a factor is missing.

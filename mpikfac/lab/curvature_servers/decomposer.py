@@ -49,7 +49,7 @@ class OnCurvatureServers(AtOnce):
         announce(self._link, (plan, preconditioners))
 
     def start(self, request: FactorRequest) -> Ready:
-        """Send packed factors and damping; return a function that waits for the blocks.
+        """Send packed factors and damping; return a function that waits for the decompositions.
 
         Collective over: none.
         """
@@ -117,8 +117,8 @@ def run_curvature_server(
 
     Args:
         team: from `split_comm`.
-        device: the device that decomposes; the results are the same as on training ranks with the
-            same kind of device.
+        device: the device that decomposes factors; the results are the same as on training ranks
+            with the same kind of device.
         trace: records the seconds and bytes of the stages.
     """
     if (curvature := team.intercomm) is None:

@@ -30,18 +30,19 @@ class DirectFeedback:
         mpikfac.lab.DirectFeedback(trainer, ["layer1", "layer2"], seed=0)
 
     The training loop stays the same: the backward pass of the loss computes the gradients of all
-    blocks. Under `torch.no_grad`, the model works as before. The signs of the matrices depend only
-    on the seed and on the positions and shapes of the blocks, so checkpoints do not store them.
+    blocks. Under `torch.no_grad`, the model works as before. The signs of the random matrices'
+    entries depend only on the seed and on the positions and shapes of the blocks, so checkpoints do
+    not store them.
 
     Collective over: none; use the same arguments on all ranks.
 
     Args:
         ends: the names of the modules at which blocks end, except for the last block.
-        seed: the seed of the signs.
+        seed: the seed of the random signs.
 
     Raises:
-        ValueError: a name is not that of a module in the model, or the trainer needs the true
-            gradients with respect to layers' outputs.
+        ValueError: an element of `ends` is not the name of a module in the model, or the trainer
+            needs the true gradients with respect to layers' outputs.
     """
 
     def __init__(self, trainer: Trainer, ends: Sequence[str], seed: int = 0) -> None:

@@ -40,7 +40,7 @@ class Replicas(Synchronization):
         sync_every: the number of steps from one exchange of weights to the next; at least 2.
         warmup_steps: the number of steps at the start in which ranks average gradients instead of
             exchanging weights [post-local SGD, Lin et al. 2020].
-        factor_aggregation: how the ranks' factors are combined.
+        factor_aggregation: the rule that combines the ranks' factors.
     """
 
     local_steps: ClassVar[bool] = True
@@ -88,7 +88,7 @@ class Replicas(Synchronization):
         return self.alone(step) and (step + 1 - self.warmup_steps) % every == 0
 
     def turn(self, step: int) -> int | None:
-        """Return how many parts are sent before the one due after `step`; None if none is due."""
+        """Return how many parts precede the part to send after `step`; None if no part is due."""
         turns, later = divmod(step + 1 - self.warmup_steps, self.sync_every // self.fragments)
         return turns - 1 if self.alone(step) and not later else None
 
@@ -150,7 +150,7 @@ class LocalSGD(Replicas):
     Attributes:
         replicas: "rank": each rank trains its own replica. "node": each node of `ranks_per_node`
             ranks trains one replica with the node's mean gradient, and nodes exchange replicas.
-        aggregation: how the replicas' weights are combined.
+        aggregation: the rule that combines the replicas' weights.
     """
 
     name: ClassVar[str] = "local-sgd"
@@ -163,7 +163,7 @@ class LocalSGD(Replicas):
         return copies.average_copies() if self.aggregation.sums else copies.combine_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes are sent: compressing them loses less than compressing weights."""
+        """Return True with gradient compression, which loses less in changes than in weights."""
         return copies.rank.strategy.compression.gradients is not None
 
     def vectors(self, copies: PlannedCopies) -> int:
@@ -212,7 +212,7 @@ class DiLoCo(LocalSGD):
         outer_lr: the learning rate of the outer step; 1 without momentum gives local SGD.
         outer_momentum: the Nesterov momentum of the outer step.
         fragments: the number of parts of the model; each is exchanged every `sync_every` steps.
-        delay: the number of steps between sending a part and using the mean, during which the
+        delay: the number of steps between sending a part and using its mean, during which the
             reduction runs in the background.
         mixing: the coefficient of the rank's own weights when a mean is used; None for
             `2 delay / (2 delay + n)` with n replicas [DASO].

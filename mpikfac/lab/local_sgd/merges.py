@@ -87,7 +87,7 @@ class Merge:
         """Modify the gradients of an independent step."""
 
     def end_step(self, step: int) -> bool:
-        """End an independent step; return whether the votes now include all ranks.
+        """End an independent step; return whether all ranks' votes have now been exchanged.
 
         Collective over: world, if an exchange is due.
         """
@@ -188,7 +188,7 @@ class Streamed(OuterStep):
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        # For each part, the step in which its mean is used, and the member that sends it.
+        # For each part sent: when its mean is used, and which rank of each node sends the part.
         self._under_way: dict[int, tuple[int, int]] = {}
         parts = range(self.sync.fragments)
         names = self.copies.fragments
@@ -268,7 +268,7 @@ class Streamed(OuterStep):
                     value.copy_(mean)
 
     def _step_of(self, span: slice) -> None:
-        """Convert a mean change to the new common weights, and store these."""
+        """Replace a mean change in the buffer by the new common weights, and store these."""
         change, before = self.copy.flat[span], self._before.flat[span]
         if not all_finite(change):
             raise UserError(DIVERGED)
@@ -313,7 +313,8 @@ class SeparateMerge(Merge):
 class Leader(SeparateMerge):
     """Move each replica towards the one with the lowest mean loss [Teng et al. 2019].
 
-    A node with several replicas also has a leader. All leaders start with the common weights.
+    The replicas in a node with several replicas also move towards the node's own leader. All
+    leaders start with the common weights.
     """
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
@@ -431,13 +432,13 @@ class Elastic(SeparateMerge):
         return min(pull * math.exp(min(growth, LARGEST)), most)
 
     def keep(self) -> None:
-        """Start from the current weights."""
+        """Restart the running average from the current weights, and pull towards these."""
         self.read()
         for arena in (self._anchor, self._of_steps):
             arena.flat.copy_(self.copy.flat)
 
     def before_step(self) -> None:
-        """Add to the gradients a multiple of the difference from the last exchange's weights."""
+        """Add to the gradients a multiple of the weights' change since the last exchange."""
         self.read()
         self.weights -= self.trained(self._anchor)
         self.weights *= self._pull(self.sync.gamma, self.sync.max_gamma)
@@ -454,7 +455,7 @@ class Elastic(SeparateMerge):
         self.trained(self._of_steps).mul_(decay).add_(self.weights, alpha=1 - decay)
 
     def merge(self) -> None:
-        """Average the ranks' averages, and take a step from the last exchange's weights."""
+        """Average the ranks' running averages; step from the weights after the last exchange."""
         self.after_step()
         anchor, average = self.trained(self._anchor), self.trained(self._of_steps)
         self.weights.copy_(average)

@@ -68,7 +68,7 @@ class PlannedCopies:
 
     @cached_property
     def fragments(self) -> dict[str, int]:
-        """The part of the model to which each block belongs; the parts have similar sizes."""
+        """The index of the model part to which each block belongs; parts have similar sizes."""
         layout, count = self.layout, self.sync.fragments
         return {n: offset * count // layout.size for n, offset in layout.offsets.items()}
 
@@ -88,7 +88,7 @@ class PlannedCopies:
         return exchange
 
     def combine_copies(self) -> list[Message]:
-        """Return the messages for an aggregation rule other than the mean."""
+        """Return the messages that combine replicas by a rule other than the mean."""
         return robust.combine(self.rank, names.EXCHANGE_WEIGHTS, self.layout)
 
     def average_statistics(self) -> list[Message]:
@@ -108,7 +108,7 @@ class PlannedCopies:
         ]
 
     def streams(self) -> list[Message]:
-        """Return the reductions of a replica's parts and, if nodes train replicas, the Bcasts."""
+        """Return the reductions of a replica's parts, and Bcasts in nodes that train replicas."""
         stage, size = names.EXCHANGE_WEIGHTS, self.rank.itemsizes.numbers
         if self.sync.replicas == "rank":
             return stages.summed(self.rank, stage, self.layout, self.fragments)

@@ -38,7 +38,7 @@ class OfCopy(Sender):
         self._in_node, self._node = copies.reduce_in_node(), copies.node
 
     def add_up(self, turn: int | None = None) -> None:
-        """Average over the ranks of this replica in independent steps, otherwise over all ranks.
+        """Average gradients over this replica's ranks in independent steps, else over all ranks.
 
         Collective over: the ranks of this replica, or world.
         """
@@ -82,7 +82,7 @@ class Copies(OneModel):
         """Determine whether the rank takes the step independently.
 
         Raises:
-            ValueError: the rule needs a loss.
+            ValueError: the exchange rule needs a loss, but none was reported.
         """
         self._sender.alone = self._sync.alone(step)
         self.rule.begin_step(self._sender.alone)
@@ -145,12 +145,12 @@ class Copies(OneModel):
                 yield Item(f"{OF_EXCHANGE}{name}/{block}", tensor)
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names of all items if `names` contains any of them, otherwise none."""
+        """Return the names of all items if `names` contains one of them; otherwise, none."""
         complete = super().complete(names)
         return complete if complete & set(names) else set()
 
     def in_state(self, names: Collection[str]) -> list[Item]:
-        """Return the items among `names`."""
+        """Return the items whose names are in `names`."""
         return [item for item in self.items() if item.name in names]
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
@@ -159,11 +159,11 @@ class Copies(OneModel):
         self.keep()
 
     def shared(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the rank's part of the state, with per-rank names for items that differ."""
+        """Return the rank's part of the state, with per-rank names where replicas differ."""
         return of_copies(state, self.plan.rank)
 
     def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state of this rank's replica, or of rank 0's if all replicas are equal.
+        """Return the state of this rank's replica, or of rank 0's replica if all are equal.
 
         A replica's state is that of the first rank that trains it, even if the saved run used a
         different number of ranks per node.
@@ -199,7 +199,7 @@ def of_copies(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 def of_rank(state: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
-    """Return the state of a rank's replica, or rank 0's if the state does not contain it."""
+    """Return the state of a rank's replica; rank 0's items replace items that are missing."""
     prefix = OF_COPY.format(rank)
     names = {name: name for name in state if not name.startswith(OF_COPY.partition("{")[0])}
     names |= {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 class LSGD(Replicas):
     """Pull each replica towards the one with the lowest mean loss since the last exchange.
 
-    Replicas remain separate. With `ranks_per_node`, each replica also moves towards the best one on
-    its node.
+    Replicas remain separate. With `ranks_per_node`, each replica also moves towards the best
+    replica on its node.
 
     Attributes:
-        replicas: who trains a replica; see `LocalSGD`.
+        replicas: "rank" or "node": who trains a replica; see `LocalSGD`.
         local_sync_every: the number of steps from one exchange with the node's leader to the next,
             which must divide `sync_every`; None for `sync_every`.
         leader_step: the fraction of the distance to a leader that an exchange covers.
-        leader_pull: the total fraction of the distance that the steps between two exchanges cover.
+        leader_pull: the total fraction of this distance that the steps between two exchanges cover.
     """
 
     name: ClassVar[str] = "lsgd"
@@ -79,7 +79,7 @@ class LSGD(Replicas):
         return led + copies.average_statistics()
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return the number of vectors that a rank stores: its replica and those of its leaders."""
+        """Return the number of vectors that a rank stores: its replica, and one per leader."""
         return 1 + len(copies.led)
 
     def merge(self, site: Any, gradients: Any) -> Merge:

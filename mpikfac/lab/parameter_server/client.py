@@ -77,8 +77,8 @@ class AsyncSGD(Trainer):
 
     Args:
         optimizer: must match the servers' optimizer, which takes the steps. The client's optimizer
-            only provides hyperparameters such as the learning rate. If one changes, it is sent with
-            the next update, and applies from then on.
+            only provides hyperparameters such as the learning rate. If the program changes one, the
+            new value is sent with the next update, and applies from then on.
         team: the result of `split_comm`.
         strategy: a strategy with a `ParameterServer` as `sync`; the other fields determine how a
             client's ranks exchange gradients.
@@ -87,7 +87,8 @@ class AsyncSGD(Trainer):
     first rank.
 
     Raises:
-        ValueError: choices or ranks are incompatible.
+        ValueError: `strategy.sync` is not a `ParameterServer`; or the team, the number of ranks or
+            the optimizer does not match it.
         UserError: ranks disagree on the model.
     """
 
@@ -125,8 +126,8 @@ class AsyncSGD(Trainer):
     def combined(self) -> bool:
         """Whether all clients have met since the last step, and therefore have the same model.
 
-        If so, the votes of this step include all clients. Otherwise, the votes are the clients'
-        latest ones.
+        If so, the votes of this step include all clients. Otherwise, they are the votes that each
+        client has sent most recently.
         """
         return self._client.heard
 
@@ -141,7 +142,7 @@ class AsyncSGD(Trainer):
 
     @property
     def version(self) -> int:
-        """The number of updates applied to the weights."""
+        """The number of updates that the servers had applied when they last answered."""
         return self._client.version
 
     def call(self) -> None:
@@ -179,7 +180,7 @@ class AsyncSGD(Trainer):
         self._client_comm.Free()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state by name; servers send the first rank its part.
+        """Return this rank's part of the state by name; the first rank's includes the servers'.
 
         A synchronous run can load this state, and vice versa. Staleness counts are not stored.
 
@@ -221,7 +222,7 @@ class AsyncSGD(Trainer):
 
 
 class Client(OneModel):
-    """A rank's client, which sends updates to the servers, receives weights, and meets others.
+    """A rank's client, which sends updates to servers, receives weights, and meets other clients.
 
     Attributes:
         choices: the strategy's `ParameterServer`.
@@ -391,7 +392,7 @@ class Client(OneModel):
         """Check that all clients have the same model.
 
         Raises:
-            ValueError: clients have taken steps since they met.
+            ValueError: clients have taken steps since they last met.
         """
         if not self.heard:
             raise ValueError(
@@ -464,15 +465,16 @@ class ClientFactory(MethodFactory):
         return Client(site, gradients, *self._given)
 
     def update(self, gradients: Gradients, exchange: OneModel) -> Accumulated:
-        """Return the update that the client pushes."""
+        """Return the object that adds gradients to the update that the client pushes."""
         return Accumulated(gradients, cast(Client, exchange))
 
 
 def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> ParameterServer:
-    """Return the strategy's `sync`, after checking that team and optimizer are compatible.
+    """Return the strategy's `sync`, after checking that team and optimizer match it.
 
     Raises:
-        ValueError: choices, ranks or the optimizer are incompatible.
+        ValueError: `strategy.sync` is not a `ParameterServer`; or the team, the number of ranks or
+            the optimizer does not match it.
     """
     choices = strategy.sync
     if not isinstance(choices, ParameterServer):

@@ -138,8 +138,8 @@ class Server:
         self._clients = list(range(0, link.remote_size, choices.ranks_per_client))
         self._present = set(self._clients)
         self._held: set[int] = set()  # clients that wait for the end of the warm-up
-        self._waiting: set[int] = set()  # clients that wait for all clients
-        self._fetched = dict.fromkeys(self._clients, 0)  # the version that each client has
+        self._waiting: set[int] = set()  # clients that wait until all clients meet
+        self._fetched = dict.fromkeys(self._clients, 0)  # the weights' version at each client
         self._steps = dict.fromkeys(self._clients, -1)
         self._votes: dict[int, list[float]] = {}
         self._heard = dict.fromkeys(self._clients, time.monotonic())
@@ -230,7 +230,7 @@ class Server:
     # -- steps -----------------------------------------------------------------------------------
 
     def _note(self, client: int, request: Request) -> None:
-        """Process the fields of a client's request."""
+        """Store the step and votes in a client's request; schedule a meeting if it asks for one."""
         self._steps[client] = request.step
         self._votes[client] = request.votes
         if request.wish and self._meet_at is None:

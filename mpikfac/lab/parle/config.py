@@ -18,9 +18,9 @@ class Parle(Replicas):
     """Move each replica to its average over steps, and towards the mean of all averages.
 
     Attributes:
-        replicas: who trains a replica; see `LocalSGD`.
+        replicas: "rank" or "node": who trains a replica; see `LocalSGD`.
         gamma: the strength of the pull between exchanges: each step adds to the gradient
-            `gamma` times the difference from the last exchange's weights.
+            `gamma` times the change of the weights since the last exchange.
         rho: the strength of the pull towards the mean in the outer step at an exchange, which also
             moves the replica to its own average.
         growth: the relative growth of both strengths per exchange; in the paper, it is 1 / (2 B)

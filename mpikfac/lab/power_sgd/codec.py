@@ -41,7 +41,7 @@ class Matrix(NamedTuple):
 
 
 def matrix(start: int, shape: Shape, of_groups: bool) -> Matrix:
-    """Return the matrix of a block of the given shape.
+    """Return the `Matrix` of a block that starts at index `start` and has the given shape.
 
     The first dimension of a parameter indexes outputs. A vector is treated as a single row.
 

@@ -34,7 +34,7 @@ class PowerSGD(Compressor):
         check_count("matrix_approximation_rank", self.matrix_approximation_rank, 1)
 
     def codec(self, layout: Layout, feedback: bool) -> PowerSGDCodec:
-        """Return the encoding for an arena without matrices."""
+        """Return the encoding without matrices, which `codec_of_sums` adds."""
         return PowerSGDCodec(feedback=feedback, rank=self.matrix_approximation_rank)
 
     def codec_of_sums(self, rank: RankPlan, layout: Layout) -> PowerSGDCodec:

@@ -119,7 +119,7 @@ class QuadraticGraft(Graft):
         return [direction for direction in (inside, outside, last) if direction]
 
     def _measured(self, batch: Batch, directions: Sequence[Direction]) -> tuple[Tensor, Tensor]:
-        """Return the slopes and curvatures of the loss averaged over all ranks.
+        """Return slopes and curvatures along `directions` of the loss averaged over all ranks.
 
         Collective over: world.
         """
@@ -188,7 +188,7 @@ def slopes_and_curvatures(
 
 
 def hessian_product(gradient: Tensor, at: Tensor, vector: Tensor) -> Tensor:
-    """Return the derivative of a gradient at `at` along `vector`; zeros if it is constant."""
+    """Return a gradient's derivative at `at` along `vector`; zeros for a constant gradient."""
     if not gradient.requires_grad:
         return torch.zeros_like(at)
     (derivative,) = torch.autograd.grad(gradient, at, vector, retain_graph=True)

@@ -95,7 +95,7 @@ class TrimmedMean(_OfSome):
     name: ClassVar[str] = "trimmed-mean"
 
     def check_ranks(self, ranks: int) -> None:
-        """Check that there are enough ranks to identify the faulty ones."""
+        """Check that there are enough ranks to tolerate `num_byzantine` faulty ones."""
         self._check(ranks, 2 * self.num_byzantine + 1)
 
     def combine(self, vectors: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Krum(_OfSome):
     name: ClassVar[str] = "krum"
 
     def check_ranks(self, ranks: int) -> None:
-        """Check that there are enough ranks to identify the faulty ones."""
+        """Check that there are enough ranks to tolerate `num_byzantine` faulty ones."""
         self._check(ranks, 2 * self.num_byzantine + 3)
 
     def products(self, ranks: int) -> int:
@@ -147,7 +147,7 @@ class CenteredClipping(Robust):
         check_positive("radius", self.radius)
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products needed, including those of the centre."""
+        """Return the number of inner products of all vectors and the centre, the last result."""
         return (ranks + 1) ** 2
 
     def remembered(self, ranks: int) -> int:
@@ -181,7 +181,7 @@ class Safeguard(Robust):
             correct ranks drift apart in a random walk (the typical distance between two ranks'
             vectors, times the square root of the window).
         mean_of: "before": average the ranks that were good before the step's vectors were checked,
-            as in the paper. "after": average those that are good after the check.
+            as in the paper. "after": average the ranks that are good after the check.
         reset_interval: the number of steps after which both windows restart and excluded ranks are
             included again; 0 to exclude ranks permanently.
         noise_std: the standard deviation of noise that is added to the result.
@@ -229,7 +229,7 @@ class Safeguard(Robust):
 
 @dataclass(frozen=True)
 class NearMost(FactorAggregation):
-    """Sum each block over the ranks whose blocks are close to most ranks' blocks.
+    """Sum each block of factors over the ranks whose blocks are close to most ranks' blocks.
 
     Attributes:
         factor: the maximum distance of an included block from the median rank's block, as a
@@ -251,7 +251,7 @@ class NearMost(FactorAggregation):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NearestMajority(Aggregation):
-    """Average each factor over the examples of the ranks with means close to those of most ranks.
+    """Average a factor over the examples of ranks whose factors are close to most ranks' factors.
 
     Attributes:
         threshold: the maximum distance of an included factor from the median rank's factor,

@@ -24,7 +24,7 @@ class RuleMemory(Part):
         self._combiner.reset()
 
     def items(self) -> Iterator[Item]:
-        """Yield the memory of all ranks."""
+        """Yield the items of all ranks' memories; only this rank's items have tensors."""
         ranks = self.plan.grid.count
         for rank in range(ranks):
             for stage, rule in self._combiner.rules.items():
@@ -33,11 +33,11 @@ class RuleMemory(Part):
                     yield Item(f"{OF_RULE.format(rank, ranks)}{stage}/{name}", of_rank)
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names of all items if `names` contains any of them, otherwise none."""
+        """Return the names of all items if `names` contains one of them; otherwise, none."""
         complete = super().complete(names)
         return complete if complete & set(names) else set()
 
     def in_state(self, names: Collection[str]) -> list[Item]:
-        """Return all items if `names` contains all of them; otherwise, rules start from scratch."""
+        """Return all items if `names` contains all; otherwise none, so rules start from scratch."""
         items = list(self.items())
         return items if all(item.name in names for item in items) else []

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STEPS = 100  # the maximum number of iterations
-PRECISION = 1e-12  # iterations stop when no weight changes by more than this
+STEPS = 100  # the maximum number of iterations of Weiszfeld's method
+PRECISION = 1e-12  # the iterations stop when every weight changes by less than this
 ROUNDING = 1e-6  # the error of distances, relative to the longest vector
 
 
@@ -28,7 +28,7 @@ def median(vectors: Tensor) -> Tensor:
 
 
 def trimmed_mean(vectors: Tensor, num_byzantine: int) -> Tensor:
-    """Return each coordinate's mean, excluding its smallest and largest values [Yin 2018]."""
+    """Return each coordinate's mean without its `num_byzantine` smallest and largest values."""
     return vectors.sort(0).values[num_byzantine : len(vectors) - num_byzantine].mean(0)
 
 
@@ -99,11 +99,11 @@ def near_most(
 
 
 def farthest(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
-    """Return the longest distance of `ranks` from the median rank; NaN if there is none.
+    """Return the longest distance of `ranks` from the median rank that `near_most` defines.
 
-    The result is at most `factor` times the median, over ranks, of the distance within which more
-    than half of all ranks lie. A few faulty ranks therefore cannot make it much longer than the
-    distances between correct ranks.
+    The result is NaN if at most half of all ranks remain. Otherwise, it is at most `factor` times
+    the median, over ranks, of the distance within which more than half of all ranks lie. A few
+    faulty ranks therefore cannot make it much longer than the distances between correct ranks.
 
     Args:
         ranks: see `near_most`.

@@ -87,10 +87,10 @@ class Windows(ByVector):
         return mean
 
     def _spread(self, of_step: Tensor) -> Tensor:
-        """Return the mean square of the longest distance between correct ranks' vectors.
+        """Return the mean square of the longest distance of a good rank from the median rank.
 
-        The result is a running mean over the steps of the long window. Vectors are divided by the
-        number of good ranks, as in the sums.
+        The distance is the one that `farthest` returns. The result is a running mean over the steps
+        of the long window. Vectors are divided by the number of good ranks, as in the sums.
         """
         spread, good = self.memory["spread"], self.good
         steps = min(int(self.memory["steps"]) + 1, self.rule.long_window)
@@ -105,7 +105,7 @@ class Windows(ByVector):
 
 
 class Near:
-    """Sum each block over the ranks whose blocks are near most ranks' blocks.
+    """Sum each block of factors over the ranks whose blocks are near most ranks' blocks.
 
     A block is a sum over local examples, but distances are measured between means. Ranks without
     examples, and ranks with many more examples than most, are never near.

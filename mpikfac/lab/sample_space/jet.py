@@ -38,7 +38,7 @@ def jet(x: Tensor, directions: Tensor | None = None) -> Jet:
             point, for example `normals[:, None]`; None for the axes.
 
     Raises:
-        ValueError: a tensor has the wrong shape or dtype.
+        ValueError: `x` has the wrong shape or dtype, or `directions` has the wrong shape.
     """
     if x.ndim != 2 or not x.is_floating_point():
         raise ValueError(f"x={x.dtype} {list(x.shape)} must be floating point [points, inputs]")
@@ -66,7 +66,7 @@ class Jet:
     """Values of functions of points, with first and second derivatives along k directions.
 
     A jet takes the place of a tensor `[points, ...]` in a model. `Jet.rules` contains the rules of
-    elementwise functions by the name of the torch function. You can add others:
+    elementwise functions by the name of the torch function. You can add other rules:
 
         Jet.rules["erf"] = lambda v: (f, first, second)  # tensors with the shape of v
 
@@ -96,7 +96,7 @@ class Jet:
         return _call(function.__name__, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a tensor method, such as `tanh`."""
+        """Return the tensor method `name`, such as `tanh`, which applies the function's rule."""
         if name.startswith("_") or not callable(getattr(Tensor, name, None)):
             raise AttributeError(f"a jet has no attribute {name!r}")
         return partial(_call, name, self)
@@ -198,7 +198,7 @@ def _call(name: str, *args: Any, **kwargs: Any) -> Any:
     """Apply the rule for a torch function, given its name.
 
     Raises:
-        NotImplementedError: there is no rule, or it does not take the arguments.
+        NotImplementedError: there is no rule for the function, or it does not take the arguments.
     """
     rule = FUNCTIONS.get(name)
     if rule is None and name not in Jet.rules:
@@ -258,7 +258,7 @@ def _divide(x: Any, y: Any) -> Jet:
 
 
 def _select(x: Jet, index: Any) -> Jet:
-    """Select features."""
+    """Select features of a jet by an index that keeps all points."""
     index = index if isinstance(index, tuple) else (index,)
     first, *parts = index or (None,)
     if first is not Ellipsis and not (isinstance(first, slice) and first == slice(None)):
@@ -403,7 +403,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "size": lambda x, dim=None: x.shape if dim is None else x.shape[dim],
     "dim": lambda x: x.ndim,
 }
-"""Other functions that support jets, by the name of the torch function."""
+"""Functions that accept jets in addition to `Jet.rules`, by the name of the torch function."""
 
 
 # -- functions of single elements ------------------------------------------------------------------

@@ -23,7 +23,7 @@ from mpikfac.trace import Trace
 
 EXCHANGE_RECORDS, GATHER_PRODUCTS, SCATTER_SOLUTION = "exchange records", "reduce gram", "solve"
 REDUCE_GRADIENTS, LENGTH = "reduce gradients", "length"
-ITEMSIZE = 8  # of float64
+ITEMSIZE = 8  # bytes of a float64
 NUMBERS = 4
 """The number of scalars that are sent with a rank's part of a solution."""
 Counts = Sequence[Sequence[int]]
@@ -46,7 +46,7 @@ Forms = Sequence[Form]
 
 
 def form_of(of_term: Rows) -> Form:
-    """Return the form of the given rows."""
+    """Return the form of a term's rows."""
     return Form(len(of_term[0].a), tuple(block.streams for block in of_term))
 
 
@@ -61,7 +61,7 @@ def partners(rank: int, ranks: int) -> Iterator[int]:
 
 
 def ring(elements: Sequence[int]) -> list[Counts]:
-    """Return the number of elements sent in each hop, given those of each rank's records.
+    """Return the number of elements sent in each hop, given the size of each rank's records.
 
     In each hop, a rank passes the records that it received in the previous hop to the next rank.
     """
@@ -164,7 +164,7 @@ def shard_of(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
-# -- its execution ---------------------------------------------------------------------------------
+# -- the execution of the plan ---------------------------------------------------------------------
 
 
 class Ring:

@@ -34,7 +34,10 @@ class Parameters:
         size: the number of elements of a vector.
 
     Raises:
-        ValueError: a trained parameter belongs to no linear layer, or parameters cannot be trained.
+        ValueError: a trained parameter is neither in a linear layer nor in `also`; `also` contains
+            anything other than distinct trainable tensors outside the layers; a layer has a frozen
+            and a trained parameter, or shares one with another layer; there are no parameters; or
+            not all parameters have the same device and the same dtype, float32 or float64.
     """
 
     def __init__(self, model: nn.Module, also: Iterable[Tensor] = ()) -> None:

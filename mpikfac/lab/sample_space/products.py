@@ -11,7 +11,7 @@ from mpikfac.lab.sample_space.records import Block, Rows
 CHUNK = 128
 """The number of rows multiplied at a time, so that products of their streams fit into a cache."""
 ELEMENTWISE = 32
-"""The time of an elementwise multiply-add, relative to that of one in a matrix product."""
+"""The time of an elementwise multiply-add, relative to a multiply-add in a matrix product."""
 
 
 def chunks(rows: Rows) -> Iterator[Rows]:
@@ -39,7 +39,7 @@ def gram(left: Sequence[Rows], right: Sequence[Rows]) -> Tensor:
 
 
 def _inner(left: Block, right: Block, total: Tensor) -> None:
-    """Add the inner products of one matrix's rows to `total`, in the cheaper of two ways.
+    """Add the inner products of one parameter matrix's rows to `total`, in the cheaper of two ways.
 
     `(sum g a^T) . (sum h b^T)` is the sum of `(a . b) (g . h)` over pairs of streams
     [Novak et al. 2022]. With many streams in a small layer, the rows themselves are multiplied.

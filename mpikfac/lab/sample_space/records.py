@@ -22,7 +22,7 @@ from mpikfac.lab.sample_space.terms import Term
 from mpikfac.numerics import in_transform, listen
 
 TOLERANCE = {torch.float32: 1e-3, F64: 1e-6}
-"""The maximum relative difference between a recorded row and autograd's."""
+"""The maximum relative difference between a recorded row and the row that autograd computes."""
 ROUNDING = 64
 """The number of epsilons by which gradients may differ from exact multiples of each other."""
 NO_COLUMN = -1
@@ -34,7 +34,8 @@ class Block:
 
     Attributes:
         a: the inputs of the matrix, `[rows, streams, inputs]`, in float64.
-        g: the gradients of the residuals with respect to its outputs, `[rows, streams, outputs]`.
+        g: the gradients of the residuals with respect to the matrix's outputs,
+            `[rows, streams, outputs]`.
     """
 
     def __init__(self, a: Tensor, g: Tensor) -> None:
@@ -221,10 +222,11 @@ def record(
     Collective over: none.
 
     Args:
-        check: whether to compare rows with autograd's.
+        check: whether to compare rows with those that autograd computes.
 
     Raises:
-        ValueError: the function's residuals cannot be recorded, or a row differs from autograd's.
+        ValueError: the rows of the term's residuals cannot be recorded, or differ from the rows
+            that autograd computes.
     """
     if not term.count:
         return _empty(parameters)
@@ -299,10 +301,11 @@ def _also(residuals: Tensor, also: Sequence[Tensor]) -> list[Block]:
 
 
 def _check(residuals: Tensor, rows: Rows, parameters: Parameters, term: Term) -> None:
-    """Compare each column's first and last row, and a combination of all rows, with autograd's.
+    """Check each column's first and last row, and a combination of all rows, against autograd.
 
     Raises:
-        ValueError: they differ; the message names the parameter.
+        ValueError: a row or the combination differs from autograd's result; the message names the
+            parameter.
     """
     firsts = range(0, len(residuals), term.count)
     for row in sorted({row for first in firsts for row in (first, first + term.count - 1)}):
@@ -317,10 +320,10 @@ def _check(residuals: Tensor, rows: Rows, parameters: Parameters, term: Term) ->
 def _compare(
     residuals: Tensor, rows: Rows, coefficients: Tensor, parameters: Parameters, term: Term
 ) -> None:
-    """Compare a linear combination of rows with autograd's.
+    """Check a linear combination of rows against autograd.
 
     Raises:
-        ValueError: they differ; the message names the parameter.
+        ValueError: the combination differs from autograd's result; the message names the parameter.
     """
     tolerance, eps = TOLERANCE[parameters.dtype], torch.finfo(parameters.dtype).eps
     found = torch.cat([block.combined(coefficients.to(F64)).flatten() for block in rows])

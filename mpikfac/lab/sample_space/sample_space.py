@@ -31,9 +31,9 @@ LENGTHS = tuple(0.5**k for k in range(8))
 MOST_TRIES = 12
 """The maximum number of solutions per step; the last has 4 million times the first's damping."""
 MOST_DAMPING = 1e3
-"""Steps do not raise the damping above this multiple of the mean of the diagonal."""
+"""Steps do not raise the damping above this multiple of the mean of the diagonal of `J J^T`."""
 
-# Names of the items in the state.
+# Names of the items in the state that `state_dict` returns.
 STEPS, DAMPING, MOMENTUM = "sample/steps", "sample/damping", "sample/momentum/"
 SAMPLE = "sample/"
 
@@ -53,8 +53,8 @@ class Report:
             are unchanged.
         ratio: the decrease of the loss, divided by the decrease that linearised residuals predict.
         damping: the number that was added to the diagonal of `J J^T`.
-        relative_damping: the damping, divided by the mean of the diagonal.
-        tries: how many times the system was solved.
+        relative_damping: the damping, divided by the mean of this diagonal.
+        tries: how many times the linear system was solved.
     """
 
     loss: float
@@ -111,7 +111,7 @@ class Solution(NamedTuple):
 
     @property
     def relative_damping(self) -> float:
-        """The damping, divided by the mean of the diagonal."""
+        """The damping, divided by the mean of the diagonal of `J J^T`."""
         return self.damping / self.mean if self.mean else math.inf
 
     def decrease(self, length: float) -> float:
@@ -135,10 +135,10 @@ class SampleSpace:
             report = steps.step()
 
     The loss is the sum of the terms, `|r|^2 / 2` for the weighted residuals r with the Jacobian J.
-    The direction is that of Levenberg and Marquardt, `-J^T (J J^T + damping I)^-1 r`. Its linear
-    system has one equation per residual, regardless of the number of weights [Guzmán-Cordero et al.
-    2025]. `J J^T` is computed from the vectors that linear layers receive; rows of J are stored
-    for small layers only. All computations after the passes are in float64.
+    The direction is that of Levenberg and Marquardt, `-J^T (J J^T + damping I)^-1 r`. The
+    linear system has one equation per residual, regardless of the number of weights
+    [Guzmán-Cordero et al. 2025]. `J J^T` is computed from the vectors that linear layers receive;
+    rows of J are stored for small layers only. All computations after the passes are in float64.
 
     The step lengths 1, 1/2, 1/4 ... are tried until the loss rises again. The residuals at the best
     length show how the residuals curve along the step. The same system is then solved for a
@@ -177,7 +177,7 @@ class SampleSpace:
         UserError: ranks disagree on an argument or on the model's shapes.
 
     Attributes:
-        most_residuals: the maximum number of residuals on all ranks together.
+        most_residuals: the maximum number of residuals across all ranks.
         model: the model.
         steps: the number of completed steps.
         damping: the damping of the next step.
@@ -260,7 +260,7 @@ class SampleSpace:
     def step(self) -> Report:
         """Update the parameters, identically on all ranks, and report the result.
 
-        The first step compares some rows of J, and a combination of all rows, with autograd's.
+        The first step checks some rows of J, and a combination of all rows, against autograd.
 
         Collective over: comm. A `ValueError`, `OSError` or `UserError` in a residual function is
         raised on all ranks; after any other error on a single rank, the others hang, unless
@@ -268,7 +268,7 @@ class SampleSpace:
 
         Raises:
             UserError: on some rank, a residual function fails or cannot be recorded; a term has no
-                points; there are too many rows; or residuals are not finite.
+                points; there are more than `most_residuals` residuals; or residuals are not finite.
         """
         scales = self._scales()
         with together(self._comm, "taking a step"), self.trace.stage("records"):
@@ -288,7 +288,7 @@ class SampleSpace:
         """Check that there are at most `most_residuals` equations, to bound rank 0's memory.
 
         Raises:
-            UserError: there are more equations.
+            UserError: there are more than `most_residuals` equations.
         """
         if rows > self.most_residuals:
             raise UserError(
@@ -314,7 +314,7 @@ class SampleSpace:
         return [math.sqrt(term.weight / n) for term, n in zip(self._terms.values(), counts)]
 
     def _record(self, scales: Sequence[float]) -> tuple[list[Rows], Tensor]:
-        """Return this rank's rows of each term, and all its residuals."""
+        """Return this rank's rows of J for each term, and this rank's residuals of all terms."""
         found = [
             record(self.model, self._parameters, term, scale, self._unchecked)
             for term, scale in zip(self._terms.values(), scales)
@@ -366,7 +366,7 @@ class SampleSpace:
         return Report(start.loss, trial.loss, trial.length, ratio, *dampings, tries)
 
     def _along(self, rows: Sequence[Rows], vector: Tensor) -> Tensor:
-        """Return the products of rows with a vector."""
+        """Return the products of this rank's rows of J with a vector."""
         matrices = self._parameters.split(vector)
         return torch.cat([along(of_term, matrices) for of_term in rows])
 
@@ -488,7 +488,7 @@ class SampleSpace:
         return {**self._tensors(), DAMPING: self.damping, STEPS: self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state, such as a checkpoint, with any number of ranks.
+        """Load a state, such as a checkpoint, even if another number of ranks saved it.
 
         If loading fails on any rank, no rank's state changes.
 
@@ -518,7 +518,7 @@ class SampleSpace:
 def solve(
     products: Tensor, residuals: Tensor, last: Tensor | None, damping: float
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return the scalars of a `Solution` with the coefficients of all rows, and the factor.
+    """Return a `Solution`'s scalars with the coefficients of all rows, and the Cholesky factor.
 
     If rounding makes the damped matrix indefinite, the damping is multiplied by 10 until the
     Cholesky factorisation succeeds.

@@ -13,7 +13,7 @@ from mpikfac.plan import check_positive
 
 Points = Tensor | tuple[Tensor, ...]
 Residual = Callable[[nn.Module, Any], Tensor]
-"""A function of the model and a term's points that returns `[points]` or `[points, k]`."""
+"""A function of the model and a term's points: returns residuals `[points]` or `[points, k]`."""
 MOST_ALIKE = 8
 """With more points than this, residuals `[points, points]` are considered a broadcasting mistake;
 with fewer, there may be as many equations as points."""
@@ -34,7 +34,7 @@ class Term:
             points. Use `mpikfac.lab.jet` for derivatives with respect to the inputs.
         points: the rank's points, a tensor `[points, ...]`, or a tuple of such tensors. Some ranks
             may have zero points.
-        weight: the factor of the term, > 0.
+        weight: the weight of the term in the loss, > 0.
     """
 
     residual: Residual

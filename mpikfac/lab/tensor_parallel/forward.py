@@ -114,7 +114,7 @@ class SplitForward:
         return output
 
     def _of_examples(self, x: Tensor, in_slices: bool) -> Tensor:
-        """Convert a slice of the channels to the rank's examples with all channels."""
+        """Convert slices of channels to the rank's examples with all channels, if `in_slices`."""
         stage = names.EXCHANGE_SPLIT_STATISTICS
         return self.group.turn(x, 0, self.channels, stage) if in_slices else x
 

@@ -1,4 +1,4 @@
-"""Find layers that can be split, pairs of consecutive ones, and the sizes of their calls."""
+"""Find layers that can be split, pairs of consecutive layers, and the sizes of layers' calls."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _note(
     inputs: tuple[Tensor, ...],
     output: Tensor,
 ) -> None:
-    """Add a call to the layer's earlier calls."""
+    """Add a call's sizes to the totals of the layer's calls in `seen`."""
     x, older = inputs[0], seen.get(name)
     seen[name] = LayerCall(
         name,

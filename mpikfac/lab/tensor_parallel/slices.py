@@ -15,7 +15,7 @@ from mpikfac.plan import names, split_layers
 
 @dataclass(frozen=True)
 class Cut:
-    """A slice of a split layer's gradient, in both arenas.
+    """A slice of a split layer's gradient, in the arena of slices and in that of gradients.
 
     Attributes:
         member: the group member that computes the slice.

@@ -132,7 +132,7 @@ def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
         ranks: the number of ranks that average gradients.
 
     Raises:
-        ValueError: the layers are split over a different number of ranks.
+        ValueError: the layers are split over a number of ranks other than `ranks`.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     block_of = {id(p): block.name for block in blocks for p in block.parameters}

@@ -19,7 +19,7 @@ from mpikfac.comm import Group
 from mpikfac.plan import names
 
 Exchange = Callable[..., Tensor]
-"""A function of a tensor and a stage."""
+"""A function of a tensor and a stage that returns the exchanged tensor."""
 Stages = tuple[str, str]
 
 

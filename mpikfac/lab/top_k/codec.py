@@ -11,7 +11,7 @@ from mpikfac.plan import Codec
 if TYPE_CHECKING:
     from torch import Tensor
 
-INDEX = 4  # bytes
+INDEX = 4  # bytes per index
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ _OF_GRADIENTS = {"sync.local_steps": False, "sync.waits_for_all": True}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TopK(Compressor):
-    """Send only each rank's largest values; the others accumulate until they are sent.
+    """Send only each rank's largest values; all other values accumulate until they are sent.
 
     Attributes:
         ratio: the fraction of values that are sent.

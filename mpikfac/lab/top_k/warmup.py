@@ -5,7 +5,7 @@ time by the same factor. For `ratio=0.001`, the fractions are 25 %, 6.3 %, 1.6 %
 
 Local clipping: each rank bounds the norm of its contribution to the reduction before it adds the
 unsent values from earlier steps. With N ranks, the bound per rank is `clip_norm / sqrt(N)`, which
-bounds the sum by about `clip_norm` if the ranks' noise is independent.
+bounds the sum of all contributions by about `clip_norm` if the ranks' noise is independent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GentleStart(OneModel):
             gradients.sender = Clipped(gradients, top.clip_norm)
 
     def begin_step(self, step: int) -> None:
-        """Select the messages of the current stage."""
+        """Select the messages of the current warm-up stage, or those after the warm-up."""
         stage = STAGES * step // self._warmup if step < self._warmup else STAGES
         self.gradients.sender.messages = self._messages[stage]
 
@@ -64,7 +64,7 @@ class Clipped(Sender):
 
 
 def _norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the norm `[]` of all tensors together."""
+    """Return the norm `[]` of the vector that contains all tensors' elements."""
     return torch.stack([tensor.norm() for tensor in tensors]).norm()
 
 
