@@ -131,7 +131,7 @@ def network(width: int, generator: torch.Generator) -> nn.Sequential:
 
 
 def given_points(equation: Equation, count: int, generator: torch.Generator) -> Tensor:
-    """Return the points with given values: about `count` on the sides, and those inside the square."""
+    """Return the points with given values: about `count` on sides, and those inside the square."""
     parts = [
         torch.rand(max(1, count // len(equation.sides)), 2, generator=generator)
         for _ in equation.sides

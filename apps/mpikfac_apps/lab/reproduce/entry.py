@@ -37,7 +37,7 @@ class Row(NamedTuple):
     """A published value, and the value found here.
 
     Attributes:
-        what: the quantity, with its unit.
+        what: the quantity, and its unit if it has one.
         where: the network, ranks or machine.
         published: the expected value, or the lower end of its range; see `Entry.expected`.
         miss: the reason why the values are known to differ by more than the tolerance; "" if they

@@ -21,7 +21,7 @@ from mpikfac_apps.text import MIB
 
 RANKS = 16
 FACTORS, WEIGHTS, GRADIENTS = 586.9, 97.3, 97.7
-"""Sizes in MiB of ResNet-50: square factors, covered layers' weights, all weights and running statistics."""
+"""Sizes in MiB of ResNet-50: square factors, weights of covered layers, weights and statistics."""
 LARGEST = 0.216  # the fraction of all decompositions' operations that the largest factor takes
 SC20 = [(1 - saved) * 90 / 55 for saved in (0.25, 0.18)]
 """The bounds of K-FAC's step time over SGD's: 18 to 25 % less time, in 55 epochs instead of 90."""
@@ -74,7 +74,7 @@ def sent(strategy: Strategy) -> dict[str, float]:
 
 
 def sc20_bytes() -> Iterator[Row]:
-    """Yield the MiB that K-FAC-opt sends, and values derived from MiB and from orders of factors."""
+    """Yield the MiB that K-FAC-opt sends, and values derived from them and from factors' orders."""
     everyone, where = sent(Strategy(CommOpt())), f"a rank of {RANKS}"
     share = (RANKS - 1) / RANKS
     owners = sent(Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)))
@@ -97,7 +97,7 @@ def sc20_bytes() -> Iterator[Row]:
 
 
 def kaisa_bytes() -> Iterator[Row]:
-    """Yield the MiB of bases and of directions that KAISA sends, by number of gradient workers."""
+    """Yield the MiB of bases and of directions that a rank sends, by number of gradient workers."""
     for workers in mpikfac.plan.divisors(RANKS):
         found = sent(Strategy(HybridOpt(grad_workers=workers)))
         where = f"a rank of {RANKS}, {workers} gradient worker" + "s" * (workers > 1)

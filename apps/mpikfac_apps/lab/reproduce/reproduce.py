@@ -24,7 +24,7 @@ WIDTH = 96
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare published results; return 0, 1 for an unexpected value, or 2 for invalid options."""
+    """List or compare published results; return 0, 1 for an unexpected value, 2 for bad options."""
     return cli.run(REPRODUCE.program, lambda: reproduce(REPRODUCE.read(argv)))
 
 

@@ -243,7 +243,7 @@ LOCAL_SGD = LocalSGD(sync_every=3)
 DILOCO = DiLoCo(sync_every=3)
 STREAM = DiLoCo(sync_every=4, fragments=2, delay=3, mixing=0.3)
 PARLE = Parle(sync_every=4, growth=0.5, outer_lr=0.1, outer_momentum=0.9)
-"""The authors' values, except for `growth`, with which both pulls reach their maxima in 60 steps."""
+"""Both pulls start at the authors' values, and reach their maxima within 60 steps."""
 LEADER = LSGD(sync_every=3, leader_step=0.2, leader_pull=0.3)
 LATE = DASO(sync_every=4, delay=2)
 CASES = {
