@@ -294,7 +294,7 @@ def to_target(variants: Variants, target: float, unit: str) -> dict[str, SeedMea
 
 
 def about_bounds(run_curves: Mapping[str, Curve]) -> Iterator[str]:
-    """Yield a sentence about each run in which the KL clip shortened nearly all steps."""
+    """Yield a sentence about each run in which K-FAC's clip shortened nearly all steps."""
     for name, curve in zip(short_names(run_curves).values(), run_curves.values()):
         if curve.bound:
             yield (
@@ -307,7 +307,7 @@ def about_bounds(run_curves: Mapping[str, Curve]) -> Iterator[str]:
 
 
 def draw(variants: Variants, target: float | None, kind: str) -> bytes:
-    """Plot test results against epochs and seconds, and `kl_scale` if a KL clip shortened a step.
+    """Plot test results against epochs and seconds, and `kl_scale` if a clip shortened a step.
 
     Args:
         kind: "pdf", "png" or "svg".

@@ -43,12 +43,12 @@ class Curve:
 
     @property
     def shortened(self) -> int:
-        """The number of lines of metrics whose step was shortened by the KL clip."""
+        """The number of lines of metrics whose step was shortened by K-FAC's clip."""
         return sum(scale < 1 for _, scale in self.scales)
 
     @property
     def bound(self) -> bool:
-        """Whether the KL clip shortened nearly all steps, as far as the metrics show."""
+        """Whether K-FAC's clip shortened nearly all steps, as far as the metrics show."""
         return self.shortened >= NEARLY_ALL * max(1, len(self.scales))
 
     @property
@@ -112,7 +112,7 @@ def curve(rows: Collection[Mapping[str, Any]], measure: Measure) -> Curve:
 
 
 def measure_of(rows: Iterable[Mapping[str, Any]]) -> Measure:
-    """Return a run's test metric, given its lines of metrics; accuracy before an epoch has ended."""
+    """Return a run's test metric, given its lines of metrics; accuracy if no epoch has ended."""
     keys = {key for row in rows for key in row}
     return next(
         (measure for measure in MEASURES.values() if measure.key in keys), MEASURES["accuracy"]

@@ -21,7 +21,7 @@ OF_A_RUN = {"seed", "run_dir", "resume"}
 """Options that differ between the seeds of a variant."""
 NAMED = 4  # maximum number of variants that a sentence names; more are only counted
 LEAST = 3
-"""The minimum number of seeds for an interval; for two, it would be 13 times as long as the range."""
+"""The minimum number of seeds for an interval; for two, it would be 13 times their range."""
 
 
 @dataclass(frozen=True)
