@@ -27,11 +27,11 @@ class Function(Protocol):
 
     @property
     def first(self) -> Tensor:
-        """The first derivatives."""
+        """The first derivatives along both axes."""
 
     @property
     def second(self) -> Tensor:
-        """The second derivatives."""
+        """The second derivatives along both axes."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ class InfluenceOptions:
         queries: the number of test images, taken from the start of the test set.
         damping: the damping of the curvature, relative to the mean eigenvalue of each layer, or of
             each group of a layer.
-        top: the number of queries to print, and the number of images to print for each.
+        top: the number of queries to print, and the number of most helpful and of most
+            harmful images to print for each.
         out: a new file for all scores, .h5; null for none.
         report: a new file for a page that shows, for all queries, the images with the largest
             scores, .html; null for none.

@@ -50,8 +50,7 @@ def page(found: Influence, images: Tensor, head: str, top: int) -> str:
     For images with neither one nor three channels, only number, label and score are shown.
 
     Args:
-        images: all training images, bytes `[n, channels, h, w]`; the largest value is
-            drawn as white.
+        images: all training images, bytes `[n, channels, h, w]`; the largest value is white.
         head: a line that describes the scores.
         top: how many helpful, and how many harmful, training images to show for each query.
     """

@@ -82,7 +82,7 @@ def advise(options: AdviseOptions) -> int:
 
 
 def images_to_cover(messages: float, per_image: float) -> int:
-    """Return the fewest images per rank whose computation takes as long as the messages.
+    """Return the fewest images per rank whose computation takes at least as long as the messages.
 
     Args:
         messages: the time of the messages, in seconds.

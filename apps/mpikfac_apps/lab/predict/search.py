@@ -41,7 +41,7 @@ WIRES: Mapping[str, Mapping[str, str]] = {
     "int8": _compressed("int8", "bfloat16"),
 }
 """The compression options to try, by name, from the most to the least precise."""
-STEP = 1.03  # costs are rounded to powers of it; predictions are no more accurate
+STEP = 1.03  # costs are rounded to powers of this ratio; predictions are no more accurate
 COST = ("seconds", "sent", "memory")
 PER_NODE = "transport.ranks_per_node"
 Options = TypeVar("Options", bound=PredictionOptions)
@@ -112,10 +112,11 @@ def variants(
     machine: mpikfac.predict.Machine,
     wires: Mapping[str, Mapping[str, str]],
 ) -> list[Row]:
-    """Return a row with the prediction for each variant of the strategies that are `alike`.
+    """Return a row with the prediction for each variant of each strategy, on `ranks` ranks.
 
-    In a row, `change` contains the choices that the variant adds to the options, and `wires` is the
-    name of its compression.
+    Strategies that do not give the results of a single process are left out. In a row, `change`
+    contains the choices that the variant adds to the options, and `wires` is the name of its
+    compression.
 
     Args:
         wires: the choices of compression to try, by name.

@@ -73,7 +73,7 @@ class Entry:
         found: how `rows` finds its values; "recorded" means in the results of an earlier run of the
             commands in `anew`, which take hours.
         how: a continuation of `found`: the machine model, the ranks and threads, or the date.
-        tolerance: the largest deviation of a row without a `miss`.
+        tolerance: the largest deviation that is accepted for a row without a `miss`.
         why: the reason for the tolerance.
         seconds: the time that `mpikfac reproduce` takes for this entry on two idle cores.
         rows: computes the rows, in less than a minute.
@@ -111,7 +111,7 @@ class Entry:
         return row.found - row.nearest if self.points else row.found / row.nearest - 1
 
     def verdict(self, row: Row) -> Verdict:
-        """Return whether a row is as expected."""
+        """Return the verdict on a row: whether its value is as expected."""
         within = abs(self.off(row)) <= self.tolerance
         if row.miss:
             return "within the tolerance, but listed as a miss" if within else "miss"

@@ -67,7 +67,7 @@ def found(entry: Entry, alone: bool) -> Reproduced:
 
 
 def chosen(name: str) -> Entry:
-    """Return an entry by name.
+    """Return the entry with a name.
 
     Raises:
         ValueError: there is no such entry.

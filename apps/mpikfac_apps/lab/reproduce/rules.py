@@ -234,7 +234,7 @@ class Case:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy with which the steps are taken."""
+        """The library's strategy that trains with this exchange."""
         transport = Transport(ranks_per_node=self.ranks_per_node)
         return Strategy(MemOpt(), sync=self.sync, transport=transport)
 

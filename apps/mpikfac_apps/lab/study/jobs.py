@@ -32,7 +32,7 @@ LOOK = 1.0  # seconds between two checks of a running job
 PATIENCE = 60.0  # seconds within which a job must end
 CELLS = "MPIKFAC_CELLS"
 """The environment variable that holds the directory of the cells, in the processes of a job."""
-KILLED = 128  # plus a signal's number: the exit code if the signal ended a rank
+KILLED = 128  # the exit code of a rank ended by a signal, minus the signal's number
 # A note printed by an MPI launcher.
 NOTE = re.compile(r"^(-{60,}|={60,})$.*?^\1$", re.MULTILINE | re.DOTALL)
 FORM = {"code": int, "why": str, "seconds": float}  # the required fields of result.json

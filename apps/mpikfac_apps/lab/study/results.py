@@ -176,7 +176,7 @@ class Measured:
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
-        """The time of a traced step by group of stages, averaged over ranks; {} without a trace."""
+        """The time of a traced step by group of stages, averaged over ranks; empty if untraced."""
         if not self.stages or self.traced_seconds is None:
             return {}
         parts = dict.fromkeys([*GROUPS, WAITING, OTHER], 0.0)

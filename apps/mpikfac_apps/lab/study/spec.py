@@ -74,7 +74,7 @@ class Cell:
         chosen: the options that the cell's strategy and axes set.
         arguments: the command line with all options of the cell, without the study's own options.
         options: the parsed and checked arguments.
-        plan: the messages of the run.
+        plan: the planned messages of the run.
     """
 
     strategy: str
@@ -366,8 +366,7 @@ def _lasting_intervals(options: Options, ranks: int, growing: Collection[str]) -
     """Return arguments that set K-FAC's default intervals to their final values from the start.
 
     By default, intervals are shorter in the first steps of a run, but a study compares whole
-    intervals. The intervals in `growing`, which the study sets to null, are left
-    as they are.
+    intervals. The intervals in `growing`, which the study sets to null, are left as they are.
     """
     if options.optimizer != "kfac":
         return []

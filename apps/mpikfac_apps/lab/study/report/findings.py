@@ -177,9 +177,9 @@ def _range(means: Mapping[str, SeedMean], show: Callable[[float], str]) -> str:
 
 
 def against_sgd(cells: Iterable[Measured], cell: Measured) -> float | None:
-    """Return a cell's step time relative to that of the SGD cell which `baseline` returns.
+    """Return a cell's step time relative to that of SGD, with the same ranks and matrix values.
 
-    The result is None if there is no such cell.
+    The result is None if there is no complete SGD cell with these values.
     """
     base = baseline(cells, cell)
     return cell.step / base.step if base and base.step and cell.step else None
@@ -305,7 +305,7 @@ def _labels(labels: Sequence[str]) -> str:
 
 
 def baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
-    """Return the complete SGD cell with the number of ranks and the axes of `cell`, or None."""
+    """Return the complete SGD cell with the ranks and matrix values of `cell`, or None."""
     for candidate in cells:
         alike = (candidate.cell.ranks, candidate.cell.axes) == (cell.cell.ranks, cell.cell.axes)
         if alike and candidate.cell.options.optimizer == "sgd" and candidate.complete:

@@ -169,7 +169,7 @@ def _options_of(cell: Measured) -> dict[str, Any]:
 
 
 def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> dict[str, float]:
-    """Return the predicted step time by label, for the cells that the machine file covers."""
+    """Return predicted step times by cell label, for cells for which the machine file has times."""
     seconds = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
