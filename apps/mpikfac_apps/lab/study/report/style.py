@@ -67,7 +67,7 @@ def styled() -> AbstractContextManager[None]:
 
 
 def variant_style(place: int) -> dict[str, Any]:
-    """Return the colour, marker and line of the variant at a position in a study's list of variants."""
+    """Return the colour, marker and line for the variant at a position in a list of variants."""
     return {
         "color": SERIES[place % len(SERIES)],
         "marker": MARKERS[place % len(MARKERS)],
