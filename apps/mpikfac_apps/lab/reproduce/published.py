@@ -56,7 +56,7 @@ ACKNOWLEDGMENTS = (
 
 @functools.cache
 def shapes() -> tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]:
-    """Return the shapes of ResNet-50's covered layers (ImageNet), and other tensors' names and shapes."""
+    """Return ResNet-50's covered layer shapes for ImageNet, and other tensors' names and shapes."""
     with torch.device("meta"):
         return mpikfac.layers.covered_shapes(models.build("resnet50", classes=1000))
 
