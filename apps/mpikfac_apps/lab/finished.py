@@ -36,7 +36,7 @@ class OfRun(Protocol):
 
     @property
     def trust(self) -> bool:
-        """Whether files that the run names may be executed."""
+        """Whether Python files named in the run's options may be executed."""
 
     @property
     def data_path(self) -> str | None:
@@ -73,18 +73,18 @@ class Finished:
         written: Iterable[Path | None],
         factors: bool = True,
     ) -> Finished:
-        """Return the run at `options.path`, after checking that files can be written.
+        """Return the run at `options.path`, after checking that output files can be written.
 
         Collective over: comm.
 
         Args:
             program: the name of the program, for messages.
-            written: the files that the program will write; None for those that it will not.
-            factors: whether the program needs the factors of the run.
+            written: the program's output files; None for an output that was not requested.
+            factors: whether the program needs the Kronecker factors that the run estimated.
 
         Raises:
-            UserError: see `locate`; or the images differ from those of the run, or are
-                stored in files.
+            UserError: there is no suitable checkpoint (see `locate`), an output file cannot be
+                written, or the images differ from those that the run used, or are stored in files.
         """
         located: tuple[Path, Options] | None = None
         with mpikfac.comm.together(comm, f"{program} {options.path}"):
@@ -108,11 +108,11 @@ class Finished:
 
 
 def locate(options: OfRun, ranks: int, factors: bool) -> tuple[Path, Options]:
-    """Return the checkpoint and the options of its run.
+    """Return the path of the checkpoint at `options.path`, and the options of its run.
 
     Raises:
-        ValueError: there is no checkpoint, the run's images do not have one label each, or
-            `factors` are needed but the run did not estimate a Fisher matrix.
+        ValueError: there is no checkpoint, the run's network learns several labels per example,
+            or `factors` is set but the run's factors do not estimate a Fisher matrix.
     """
     path = checkpoint_at(options.path)
     of_test = EvaluateOptions(path, trust=options.trust, data_path=options.data_path)
@@ -148,10 +148,10 @@ def check_folder(folder: Path) -> None:
 
 
 def check_in_memory(problem: Problem) -> None:
-    """Check that the images are in memory.
+    """Check that the run's images are stored in memory.
 
     Raises:
-        ValueError: the images are in files.
+        ValueError: the images are read from files.
     """
     if not isinstance(problem.batches, Batches):
         raise ValueError("the images of the run are in files; the program needs images in memory")
@@ -171,7 +171,7 @@ def augmentations(run: Options) -> list[str]:
 
 
 def tested(problem: Problem) -> tuple[Tensor, Tensor, int]:
-    """Return the rank's part of the test images, their labels, and the index of the first image.
+    """Return this rank's test images, their labels, and the first one's index in the test set.
 
     Collective over: comm of the problem.
     """
@@ -183,12 +183,12 @@ def tested(problem: Problem) -> tuple[Tensor, Tensor, int]:
 def announced(
     comm: mpikfac.comm.Comm, doing: str, batches: Iterable[Batch], size: int, images: int
 ) -> Iterator[Batch]:
-    """Yield batches of this rank's images; rank 0 prints a line after every `LINES` of them.
+    """Yield batches of this rank's images; rank 0 prints a line after every `LINES` batches.
 
     Args:
         doing: a description of the computation, for the printed line.
         size: the number of images in a batch.
-        images: the total number of images.
+        images: the number of this rank's images, in all batches.
     """
     for number, batch in enumerate(batches):
         announce(comm, doing, number, size, images)
@@ -196,13 +196,13 @@ def announced(
 
 
 def announce(comm: mpikfac.comm.Comm, doing: str, number: int, size: int, images: int) -> None:
-    """Print on rank 0 how many images were processed before batch `number` of `size` images."""
+    """Every `LINES` batches, print on rank 0 how many of its images were processed."""
     if comm.rank == 0 and number and number % LINES == 0:
         print(f"{doing}: {number * size:,} of {images:,} images of rank 0", flush=True)
 
 
 def uncovered(model: nn.Module, covered: mpikfac.Coverage) -> list[str]:
-    """Return the names of the trained parameters that no layer covers."""
+    """Return the names of the trained parameters that no covered layer contains."""
     layers, _ = mpikfac.layers.cover(model, covered)
     of_layers = {id(parameter) for layer in layers for parameter in layer.parameters}
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)

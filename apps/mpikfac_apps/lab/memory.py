@@ -33,12 +33,12 @@ class MemoryReport:
         self._before = self._bytes("VmRSS")
 
     def show(self, planned: Mapping[str, Mapping[str, int]]) -> None:
-        """Print, on rank 0, the memory of the rank that used the most.
+        """Print, on rank 0, the planned and measured memory of the rank whose memory grew most.
 
         Collective over: comm.
 
         Args:
-            planned: bytes by phase and part.
+            planned: the planned bytes by phase of the program and by part.
         """
         before, peak = self._before, self._bytes("VmHWM")
         grown = None if before is None or peak is None else peak - before

@@ -1,4 +1,4 @@
-"""Fill the templates of pages."""
+"""Fill page templates with values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jinja2
 
 
 def rendered(template: Path, **values: Any) -> str:
-    """Return a template filled with values, which are escaped if the file ends in .html.
+    """Return a template's text, filled with `values`, which are escaped in an .html template.
 
     Raises:
         jinja2.UndefinedError: the template uses a name that is not in `values`.

@@ -30,13 +30,13 @@ LINES = 10
 
 
 class Solved(NamedTuple):
-    """The progress of a solution.
+    """The progress of solving an equation.
 
     Attributes:
         seconds: the CPU seconds that rank 0 has spent on steps.
         loss: half the weighted mean of squared residuals.
         error: the relative L2 error of the solution.
-        coefficients: the estimates of the unknown coefficients.
+        coefficients: the estimates of the equation's unknown coefficients.
     """
 
     seconds: float
@@ -47,7 +47,7 @@ class Solved(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the progress of a solution; return 0.
+    """Solve an equation, and print the progress; return 0.
 
     Collective over: world.
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def equations(comm: mpikfac.comm.Comm, options: EquationsOptions, watchdog: Watchdog) -> int:
-    """Print the progress of a solution on rank 0, and draw the solution; return 0.
+    """Solve an equation, print the progress on rank 0, and draw the solution; return 0.
 
     Collective over: comm.
     """
@@ -95,12 +95,13 @@ def solve(
     progress: Callable[[int], None] = lambda _: None,
     lines: int = LINES,
 ) -> Iterator[Solved]:
-    """Yield the progress `lines` times, at equal intervals of CPU time up to `seconds`.
+    """Take steps, and yield the progress `lines` times, at equal intervals of CPU time.
 
     Collective over: comm.
 
     Args:
-        progress: called before each step, with the number of the step.
+        seconds: the CPU time in total, as measured on rank 0.
+        progress: called before each step, with the number of steps taken so far.
     """
     spent, steps = 0.0, 0
     for line in range(1, lines + 1):

@@ -11,7 +11,7 @@ import mpikfac
 from mpikfac_apps.lab.equations.task import EquationTask, Solution, by_jets, by_passes
 
 Step = Callable[[float], None]
-"""Takes a step; the argument is the fraction of the time that has been used."""
+"""Takes a step; the argument is the fraction of the available time that has been used."""
 RATES = {"adam": 0.003, "lbfgs": 1.0, "adam-lbfgs": 0.003, "soap": 0.003, "kfac": 0.0075}
 MEMORY = 50  # steps that L-BFGS remembers
 
@@ -40,7 +40,7 @@ def sample_space(task: EquationTask, comm: mpikfac.comm.Comm) -> Step:
     """Return the step function of Gauss-Newton in the space of residuals.
 
     Raises:
-        ValueError: there are too many points.
+        ValueError: there are more points than `SampleSpace` supports.
     """
     most, (inside, given) = mpikfac.lab.SampleSpace.most_residuals, task.counts
     if inside + given > most:
@@ -59,7 +59,7 @@ def sample_space(task: EquationTask, comm: mpikfac.comm.Comm) -> Step:
 def first_order(
     optimizer: torch.optim.Optimizer, task: EquationTask, solution: Solution = by_jets
 ) -> Step:
-    """Return a step function whose learning rate decays linearly to 0."""
+    """Return the step function of an optimizer whose learning rate decays linearly to 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
 
     def step(spent: float) -> None:
@@ -120,7 +120,7 @@ def kfac(task: EquationTask, rate: float) -> Step:
 
 
 def with_coefficients(task: EquationTask) -> nn.Module:
-    """Return a module with all parameters of the task."""
+    """Return a module with all parameters of the task: weights and unknown coefficients."""
     if not task.unknown:
         return task.model
     whole = nn.Module()

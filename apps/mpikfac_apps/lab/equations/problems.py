@@ -23,15 +23,15 @@ class Function(Protocol):
 
     @property
     def value(self) -> Tensor:
-        """The values."""
+        """The values of the function."""
 
     @property
     def first(self) -> Tensor:
-        """The first derivatives."""
+        """The first derivatives along both axes."""
 
     @property
     def second(self) -> Tensor:
-        """The second derivatives."""
+        """The second derivatives along both axes."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,14 @@ class Equation:
     """An equation on the unit square, in (x, y) or (x, t).
 
     Attributes:
-        text: the equation as text.
-        exact: the solution, from points `[points, 2]` to `[points]`.
+        text: the equation, as it is printed.
+        exact: returns the exact solution `[points]` at points `[points, 2]`.
         residual: returns the residual of a function at points, given the unknown coefficients.
-        sides: the sides with given values, each as an axis and the constant coordinate along it.
+        sides: the sides of the square on which values are given, each as an axis and the constant
+            coordinate along this axis.
         weight: the weight of the equation's squared residuals; the weight of given values is 1.
-        coefficients: the exact values of unknown coefficients.
-        inside: the number of given values inside the square.
+        coefficients: the exact values of the coefficients that are to be found.
+        inside: the number of points inside the square at which values are given.
     """
 
     text: str
@@ -58,7 +59,7 @@ class Equation:
 
 
 def waves(p: Tensor, *counts: int) -> Tensor:
-    """Return the product of sin(count pi x) over the axes."""
+    """Return the product over the axes of sin(count pi x), where x is the axis's coordinate."""
     return (PI * p * torch.tensor(counts)).sin().prod(1)
 
 
@@ -79,7 +80,7 @@ def of_heat(u: Function, *_: Tensor) -> Tensor:
 
 
 def heat(p: Tensor) -> Tensor:
-    """Return a wave that decays."""
+    """Return the solution of the heat equation: a sine wave in x that decays with time."""
     return (-DIFFUSION * PI**2 * p[:, 1]).exp() * (PI * p[:, 0]).sin()
 
 
@@ -89,7 +90,7 @@ def of_burgers(u: Function, *_: Tensor) -> Tensor:
 
 
 def front(p: Tensor) -> Tensor:
-    """Return a front that travels along x."""
+    """Return the solution of Burgers' equation: a front that travels along x."""
     return SPEED - SPEED * (SPEED * (p[:, 0] - 0.25 - SPEED * p[:, 1]) / (2 * VISCOSITY)).tanh()
 
 
@@ -99,7 +100,7 @@ def of_inverse(u: Function, p: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def two_modes(p: Tensor) -> Tensor:
-    """Return the sum of two waves; a single one would determine only a + 4 b."""
+    """Return the sum of two waves; the first one alone would determine only a + 4 b."""
     return waves(p, 1, 2) + 0.5 * waves(p, 2, 1)
 
 

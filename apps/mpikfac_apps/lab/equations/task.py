@@ -1,4 +1,4 @@
-"""A network, its points, and its residuals."""
+"""A network that solves an equation, its training points, and its residuals at them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mpikfac_apps.lab.equations.problems import Equation, Function
 GRID = 64  # points per axis at which the error is measured
 DEPTH = 3
 Solution = Callable[[nn.Module, Tensor], Function]
-"""Returns a network's values at points, with derivatives."""
+"""Returns a network's values at points, with the first and second derivatives."""
 
 
 class Derivatives(NamedTuple):
-    """Values `[points]` and derivatives `[points, 2]`."""
+    """Values `[points]` of a function, and its first and second derivatives `[points, 2]`."""
 
     value: Tensor
     first: Tensor
@@ -91,7 +91,7 @@ class EquationTask:
         return self.equation.residual(solution(model, points), points, self.coefficients)
 
     def of_values(self, model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the differences from the given values, `[points]`."""
+        """Return the network's outputs minus the given values, `[points]`."""
         points, values = given
         return model(points)[:, 0] - values
 
@@ -104,7 +104,7 @@ class EquationTask:
 
     @torch.no_grad()
     def tested_loss(self) -> float:
-        """Return the loss in evaluation mode, in which optimizers record nothing."""
+        """Return this rank's term of the loss in evaluation mode, so optimizers record nothing."""
         self.model.eval()
         loss = self.loss().item()
         self.model.train()
@@ -112,7 +112,7 @@ class EquationTask:
 
     @torch.no_grad()
     def error(self) -> float:
-        """Return the relative L2 error of the solution, on a grid of cell centres."""
+        """Return the relative L2 error of the network's solution, on a grid of cell centres."""
         points = grid()
         exact = self.equation.exact(points)
         return ((self.model(points)[:, 0] - exact).norm() / exact.norm()).item()
@@ -131,7 +131,7 @@ def network(width: int, generator: torch.Generator) -> nn.Sequential:
 
 
 def given_points(equation: Equation, count: int, generator: torch.Generator) -> Tensor:
-    """Return the points with given values: about `count` on the sides, and those inside."""
+    """Return the points with given values: about `count` on sides, and those inside the square."""
     parts = [
         torch.rand(max(1, count // len(equation.sides)), 2, generator=generator)
         for _ in equation.sides

@@ -39,12 +39,12 @@ from mpikfac_apps.training.parts.problem import Problem
 Losses = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
 
 PASS = 128  # training images per backward pass
-NAMES = 4  # maximum number of parameters that a line names
+NAMES = 4  # maximum number of parameters that a printed line names
 
 
 @dataclass(frozen=True)
 class Influence:
-    """The scores of all training images.
+    """The influence scores of all training images; queries are test images.
 
     Attributes:
         scores: the influence of each training image on each query, `[queries, images]`.
@@ -63,7 +63,7 @@ class Influence:
     predicted: Tensor | None
 
     def report(self, top: int) -> list[list[str]]:
-        """Return sections of lines: the images with the largest scores, and their labels."""
+        """Return sections of lines with the highest-scoring training images and their labels."""
         rows = [("query", "label", "most helpful images (label)", "most harmful images (label)")]
         for number, (scores, label) in enumerate(zip(self.scores[:top], self.query_labels)):
             images = self._largest(scores, top), self._largest(-scores, top)
@@ -77,7 +77,7 @@ class Influence:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the images with the largest scores; return 0.
+    """Print the training images with the largest influence scores; return 0.
 
     Collective over: world.
 
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def influence(comm: mpikfac.comm.Comm, options: InfluenceOptions, watchdog: Watchdog) -> int:
-    """Print the images with the largest scores on rank 0, and write all scores; return 0.
+    """Print the largest influence scores on rank 0, and write the requested files; return 0.
 
     Collective over: comm.
     """
@@ -120,7 +120,7 @@ def scored(
     Collective over: comm of the run's problem.
 
     Args:
-        progress: called before each pass.
+        progress: called before each batch of training images.
 
     Raises:
         UserError: the checkpoint contains no factors, or there are too many queries.
@@ -177,7 +177,7 @@ def scored(
 
 
 def each_loss(problem: Problem, loss: Callable[..., Tensor]) -> Losses:
-    """Return a function that returns the loss of each image."""
+    """Return a function that computes `loss` separately for each image of a batch."""
 
     def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         outputs, targets = problem.outputs(model, *batch)
@@ -188,7 +188,7 @@ def each_loss(problem: Problem, loss: Callable[..., Tensor]) -> Losses:
 
 
 def queries_of(problem: Problem, count: int) -> tuple[Tensor, Tensor]:
-    """Return the rank's part of the first `count` test images, and their labels.
+    """Return those of the first `count` test images that this rank holds, and their labels.
 
     Collective over: comm of the problem.
     """
@@ -197,7 +197,7 @@ def queries_of(problem: Problem, count: int) -> tuple[Tensor, Tensor]:
 
 
 def write(found: Influence, finished: Finished, options: InfluenceOptions) -> None:
-    """Write all scores, and what they were computed from, to an HDF5 file.
+    """Write all scores, and the damping and checkpoint they were computed from, to an HDF5 file.
 
     Raises:
         OSError: the file cannot be written.

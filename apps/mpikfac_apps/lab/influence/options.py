@@ -12,12 +12,12 @@ from mpikfac_apps.options.fields import bounded, in_home, positional, read_by
 
 
 def scores_file(text: str) -> Path:
-    """Return `text` as the path of a new file."""
+    """Return `text` as the path of a new .h5 file."""
     return new_file(text, ".h5")
 
 
 def page_file(text: str) -> Path:
-    """Return `text` as the path of a new file."""
+    """Return `text` as the path of a new .html file."""
     return new_file(text, ".html")
 
 
@@ -31,12 +31,13 @@ class InfluenceOptions:
         queries: the number of test images, taken from the start of the test set.
         damping: the damping of the curvature, relative to the mean eigenvalue of each layer, or of
             each group of a layer.
-        top: the number of queries to print, and the number of images to print for each.
+        top: the number of queries to print, and the number of most helpful and of most
+            harmful images to print for each.
         out: a new file for all scores, .h5; null for none.
         report: a new file for a page that shows, for all queries, the images with the largest
             scores, .html; null for none.
         trust: allow executing the files FILE.py of the run's `model` and `data.name`.
-        data_path: the directory of the data set; null for that of the run.
+        data_path: the directory of the data set; null for the one that the run used.
         device: the device of each rank; "auto" uses a GPU if there is one.
     """
 

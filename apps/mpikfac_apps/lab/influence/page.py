@@ -1,4 +1,4 @@
-"""A self-contained page with the training images that have the largest scores."""
+"""A self-contained page with the training images that have the largest influence scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUSPECTS = 60
 
 
 class Shown(NamedTuple):
-    """A training image with its score.
+    """A training image with a score: its influence on a query, or its self-influence.
 
     Attributes:
         png: the image as a PNG file in base64; "" if it cannot be drawn.
@@ -34,7 +34,7 @@ class Shown(NamedTuple):
 
 
 class Query(NamedTuple):
-    """A test image, with the training images that help and harm it most."""
+    """A test image, with the training images that decrease and increase its loss most."""
 
     number: int
     label: int
@@ -50,7 +50,7 @@ def page(found: Influence, images: Tensor, head: str, top: int) -> str:
     For images with neither one nor three channels, only number, label and score are shown.
 
     Args:
-        images: all training images, bytes `[n, channels, h, w]`; the largest byte is white.
+        images: all training images, bytes `[n, channels, h, w]`; the largest value is white.
         head: a line that describes the scores.
         top: how many helpful, and how many harmful, training images to show for each query.
     """
@@ -82,7 +82,12 @@ def page(found: Influence, images: Tensor, head: str, top: int) -> str:
 
 
 def png(pixels: Tensor, white: int) -> str:
-    """Return bytes `[channels, h, w]` as a PNG file in base64; "" if they cannot be drawn."""
+    """Return an image (bytes) as a PNG file in base64; "" unless it has one or three channels.
+
+    Args:
+        pixels: the image, `[channels, h, w]`.
+        white: the value that is drawn as white.
+    """
     if pixels.dim() != 3 or pixels.shape[0] not in (1, 3):
         return ""
     levels = (pixels.cpu().float() * (255 / white)).clamp(max=255).round().byte()

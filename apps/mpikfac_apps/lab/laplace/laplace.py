@@ -51,7 +51,7 @@ PENALTIES = ("sgd", "lars")  # optimizers whose weight decay is a penalty term o
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the measures of all predictions; return 0.
+    """Print metrics of the predictions by each method; return 0.
 
     Collective over: world.
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def laplace(comm: mpikfac.comm.Comm, options: LaplaceOptions, watchdog: Watchdog) -> int:
-    """Print the measures of all predictions on rank 0, and write the predictions; return 0.
+    """Print each method's metrics on rank 0, and write the predictions if requested; return 0.
 
     Collective over: comm.
     """
@@ -147,14 +147,14 @@ def notes_of(finished: Finished, images: int) -> list[str]:
 
 
 def foreign_images(problem: Problem, images: Tensor, options: LaplaceOptions) -> Tensor:
-    """Return the rank's part of the foreign images, as bytes.
+    """Return this rank's share of the foreign (out-of-distribution) images, as bytes.
 
     Args:
-        images: the rank's part of the test images, without held-out ones.
+        images: this rank's share of the test images, without held-out ones.
 
     Raises:
-        ValueError: foreign images have a different shape, or a file would be executed without
-            `options.trust`.
+        ValueError: the foreign images differ in shape from the run's images, or a file would be
+            executed without `options.trust`.
     """
     if options.ood == PERMUTED:
         generator = torch.Generator("cpu").manual_seed(options.seed)
@@ -181,7 +181,8 @@ def curvature_of(
     Collective over: comm of the run's problem.
 
     Raises:
-        UserError: no factors cover the last layer, or the checkpoint contains no factors.
+        UserError: no factors cover the last layer, which alone is to have a posterior; or the
+            checkpoint lacks the factors or, if the curvature is measured, a tensor of the network.
     """
     problem, model, path = finished.problem, finished.model, finished.path
     comm, covered = problem.comm, coverage(problem.options.kfac, problem.network.covers)
@@ -227,7 +228,7 @@ def curvature_of(
 
 
 def last_alone(model: nn.Module, covered: mpikfac.Coverage) -> mpikfac.Coverage:
-    """Return a coverage of only the last module with parameters.
+    """Return `covered`, restricted to the last module that has parameters.
 
     Raises:
         ValueError: no factors cover this module.
@@ -240,7 +241,7 @@ def last_alone(model: nn.Module, covered: mpikfac.Coverage) -> mpikfac.Coverage:
 
 
 def write(found: Predictions, prior: Prior, finished: Finished, options: LaplaceOptions) -> None:
-    """Write all predictions, and what they were computed from, to an HDF5 file.
+    """Write all predictions, and the prior and checkpoint they come from, to an HDF5 file.
 
     Raises:
         OSError: the file cannot be written.

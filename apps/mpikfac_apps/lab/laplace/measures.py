@@ -1,4 +1,4 @@
-"""Measures of predicted probabilities, and of their uncertainty."""
+"""Metrics of predicted class probabilities, and of their uncertainty."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
 def calibration_error(probabilities: Tensor, labels: Tensor) -> float:
     """Return the expected calibration error [Guo et al. 2017], over 15 bins of equal width.
 
-    Within each bin of confidences, it compares the mean confidence with the accuracy.
+    It is the absolute difference between a bin's mean confidence and its accuracy, averaged over
+    bins, each weighted by its number of images.
     """
     confidences, best = probabilities.double().max(1)
     bins = (confidences * BINS).ceil().long().clamp(1, BINS) - 1  # (0, 1/15], (1/15, 2/15], ...
@@ -44,9 +45,10 @@ def accuracy(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def auroc(probabilities: Tensor, others: Tensor) -> float:
-    """Return the probability that an image of `others` has the larger entropy; ties count half.
+    """Return the probability that a row of `others` has more entropy than one of `probabilities`.
 
-    This is the area under the ROC curve of a detector of foreign images.
+    Ties count half. This is the area under the ROC curve of a detector that recognises foreign
+    images, whose class probabilities are `others`, by their entropy.
     """
     own, other = entropy(probabilities).sort().values, entropy(others)
     below, up_to = (torch.searchsorted(own, other, right=right) for right in (False, True))
@@ -54,5 +56,5 @@ def auroc(probabilities: Tensor, others: Tensor) -> float:
 
 
 def entropy(probabilities: Tensor) -> Tensor:
-    """Return the entropy of each row, in nats."""
+    """Return the entropy of each row of probabilities, in nats."""
     return torch.special.entr(probabilities.double()).sum(1)

@@ -15,7 +15,7 @@ PRIORS = "evidence", "heldout"
 
 
 def predictions_file(text: str) -> Path:
-    """Return `text` as the path of a new file."""
+    """Return `text` as the path of a new .h5 file."""
     return new_file(text, ".h5")
 
 
@@ -38,11 +38,11 @@ class LaplaceOptions:
         path: the directory of a run, whose newest checkpoint is used, or of a checkpoint inside the
             directory of a run.
         weights: the weights that have a posterior: "all" for all that factors cover, or "last" for
-            those of the last layer; the others are fixed.
+            those of the last layer; all other weights are fixed.
         prior: the precision of the prior: a number; "evidence" for the one that maximises the
             evidence of the training images; or "heldout" for the one that minimises the loss on
             every second test image.
-        samples: the number of sampled weights whose predictions are averaged; 0 for none.
+        samples: the number of samples of the weights whose predictions are averaged; 0 for none.
         measure: measure the curvature in passes over the training images, as in EKFAC, instead of
             using the factors of the run.
         ood: foreign images: "permuted" for the test images with permuted pixels, the name of a data
@@ -50,7 +50,7 @@ class LaplaceOptions:
         ood_path: the directory of the data set `ood`.
         out: a new file for all predictions, .h5; null for none.
         trust: allow executing the files FILE.py of `ood` and of the run's `model` and `data.name`.
-        data_path: the directory of the data set; null for that of the run.
+        data_path: the directory of the data set; null for the one that the run used.
         device: the device of each rank; "auto" uses a GPU if there is one.
         seed: the seed of sampled weights, and of permuted pixels.
     """

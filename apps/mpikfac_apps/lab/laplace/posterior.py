@@ -20,7 +20,7 @@ from mpikfac_apps.training.parts.problem import Problem
 PASS = 128  # images per pass
 STATISTICS = 1024  # training images from which statistics of BatchNorm are estimated
 GRID = [10 ** (number / 4) for number in range(-8, 25)]
-"""The precisions to try on held-out images: 0.01 to 1,000,000, four per power of ten."""
+"""The prior precisions to try on held-out images: 0.01 to 1,000,000, four per power of ten."""
 BY = {"evidence": "by evidence", "heldout": "by the loss of held-out images"}
 
 
@@ -29,7 +29,7 @@ class Prior:
     """The prior over the weights.
 
     Attributes:
-        by: how its precision was chosen: one of `BY`, or "given".
+        by: how the precision was chosen: a value of `BY`, or "given".
         log_evidence: the logarithm of the evidence with this prior.
     """
 
@@ -40,12 +40,12 @@ class Prior:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Probabilities of classes `[images, classes]` by method: "MAP", "linear" and "samples".
+    """Class probabilities `[images, classes]` by method: "MAP", "linear" and "samples".
 
     Attributes:
-        test: the probabilities for every second test image.
+        test: the probabilities for test images that are not held out, which are every second one.
         ood: the probabilities for foreign images.
-        labels: the labels of the test images.
+        labels: the labels of the images in `test`.
     """
 
     test: Mapping[str, Tensor]
@@ -53,7 +53,7 @@ class Predictions:
     labels: Tensor
 
     def report(self) -> list[str]:
-        """Return a table with a row for each method."""
+        """Return a table of metrics, with a row for each method."""
         rows: list[Sequence[str]]
         rows = [(f"{len(self.labels)} images", "NLL", "ECE", "Brier", "accuracy", "OOD AUROC")]
         for name, found in self.test.items():
@@ -74,7 +74,7 @@ class Predictions:
 def outputs_of(
     problem: Problem, progress: Callable[[], None]
 ) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]:
-    """Return a function that returns a model's outputs for a batch of images and labels."""
+    """Return a function that calls `progress`, and returns a model's outputs for a batch."""
 
     def outputs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         progress()
@@ -85,15 +85,16 @@ def outputs_of(
 
 @dataclass(frozen=True)
 class Posterior:
-    """The predictions of a posterior.
+    """A Gaussian posterior over the weights, which predicts class probabilities.
 
     Collective over: comm of the problem, as are all methods.
 
     Attributes:
-        everywhere: the curvature with the eigenbases of all layers on this rank.
+        everywhere: the same curvature, with the eigenbases of all layers on every rank.
         examples: the number of training images.
-        images, labels: the rank's part of the test images.
-        heldout: whether each test image is held out; every second one is.
+        images, labels: this rank's share of the test images, and their labels.
+        heldout: whether each of these images is held out; every second test image is.
+        progress: called before each pass.
     """
 
     problem: Problem
@@ -106,7 +107,7 @@ class Posterior:
     progress: Callable[[], None]
 
     def prior(self, chosen: str) -> Prior:
-        """Return the prior; `chosen` is one of `PRIORS`, or a number.
+        """Return the prior; `chosen` is a method in `PRIORS`, or the precision as text.
 
         Raises:
             UserError: the evidence has no maximum.
@@ -124,7 +125,7 @@ class Posterior:
     def predictions(
         self, prior: float, foreign: Tensor, options: LaplaceOptions
     ) -> Predictions | None:
-        """Return all predictions on rank 0, and None on other ranks."""
+        """Return the predictions by all methods on rank 0, and None on other ranks."""
         kept = ~self.heldout
         images, labels = self.images[kept], self.labels[kept]
         both = torch.cat([images, foreign])
@@ -149,7 +150,7 @@ class Posterior:
         return mpikfac.comm.summed(comm, [total])[0]
 
     def _heldout(self) -> float:
-        """Return the precision in `GRID` with the smallest loss on the held-out images."""
+        """Return the prior precision in `GRID` with the smallest loss on the held-out images."""
         total = torch.zeros(len(GRID), dtype=torch.float64)
         images, labels = self.images[self.heldout], self.labels[self.heldout]
         batches = parts(images, labels, PASS)
@@ -190,7 +191,7 @@ class Posterior:
 
     def _sampled(self, images: Tensor, prior: float, options: LaplaceOptions) -> Tensor:
         """Return class probabilities, averaged over sampled weights."""
-        moved = options.weights == "all"  # changes the inputs of normalisation layers
+        moved = options.weights == "all"  # then inputs of normalisation layers change
         statistics = list(self._statistics()) if moved else []
         generator = torch.Generator("cpu").manual_seed(options.seed)
         arguments = self.curvature, self.examples, prior, generator, options.samples, statistics
@@ -203,7 +204,7 @@ class Posterior:
         ).mean(0)
 
     def _statistics(self) -> Iterator[Tensor]:
-        """Yield the inputs of a random sample of training images, the same on all ranks."""
+        """Yield normalised batches of randomly chosen training images, the same on all ranks."""
         return map(self.problem.normalise, self.problem.batches.sample(STATISTICS, PASS))
 
     def _outputs(self, images: Tensor) -> Tensor:

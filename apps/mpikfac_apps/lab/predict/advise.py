@@ -2,7 +2,8 @@
 
     mpikfac advise --model resnet50 --ranks 64 --machine v100-edr --factor_update_steps 10
 
-docs/extensions/advice.md states the assumptions of the two lemmas.
+The advice applies two lemmas, on the mini-batch and on parameter servers, whose assumptions
+docs/extensions/advice.md states.
 """
 
 from __future__ import annotations
@@ -81,7 +82,12 @@ def advise(options: AdviseOptions) -> int:
 
 
 def images_to_cover(messages: float, per_image: float) -> int:
-    """Return the minimum number of images per rank whose computation covers the messages."""
+    """Return the fewest images per rank whose computation takes at least as long as the messages.
+
+    Args:
+        messages: the time of the messages, in seconds.
+        per_image: the computing time of an image, in seconds.
+    """
     return max(1, math.ceil(messages / per_image - 1e-9))
 
 
@@ -89,7 +95,8 @@ def servers_to_hide(size: float, clients: int, bandwidth: float, computing: floa
     """Return the minimum number of servers for which the clients' computing time hides messages.
 
     Every client pushes gradients and fetches weights, `size` bytes each, in equal parts to and from
-    all servers. A server moves `bandwidth` bytes per second.
+    all servers. A server moves `bandwidth` bytes per second, and a client computes for `computing`
+    seconds per step.
     """
     return max(1, math.ceil(2 * size * clients / (bandwidth * computing) - 1e-9))
 
@@ -97,9 +104,9 @@ def servers_to_hide(size: float, clients: int, bandwidth: float, computing: floa
 def efficient(steps: Mapping[int, float], least: float) -> int:
     """Return the largest number of ranks whose efficiency is at least `least`.
 
-    The efficiency is the step time of a single rank divided by that of all ranks, with the same
-    number of images per rank. In other words, it is the fraction of a single rank's throughput that
-    each rank retains.
+    The efficiency on n ranks is the step time on a single rank divided by the step time on n ranks,
+    with the same number of images per rank. In other words, it is the fraction of a single rank's
+    throughput that each rank retains.
 
     Args:
         steps: the time of a step, in seconds, by number of ranks, including a single rank.
@@ -108,9 +115,9 @@ def efficient(steps: Mapping[int, float], least: float) -> int:
 
 
 def growing(options: AdviseOptions) -> tuple[str, ...]:
-    """Return the stages whose time grows with the batch.
+    """Return the names of the stages of a step whose time grows with the batch size.
 
-    The time for the factors of gradients does not depend on the batch.
+    The time for the statistics does not depend on it if factors are computed from gradients.
     """
     chosen = options.preconditioner
     of_gradient = chosen is not None and chosen.form.of == "gradient"
@@ -118,13 +125,16 @@ def growing(options: AdviseOptions) -> tuple[str, ...]:
 
 
 def overlap_choices(options: AdviseOptions) -> list[AdviseOptions]:
-    """Return the options with and without overlap, or only the given ones if they set it."""
+    """Return the options with and without overlapped messages, or only as given if they choose."""
     values = [options.given[OVERLAP]] if OVERLAP in options.given else [True, False]
     return [replace(options, given={**options.given, OVERLAP: value}) for value in values]
 
 
 def needs(row: Row, options: AdviseOptions) -> Row:
-    """Return a row's computing time per image, and how many images hide its messages."""
+    """Return a row's computing time per image, and how many images hide its overlapped messages.
+
+    The result is empty for a row without a prediction.
+    """
     if "left_out" in row:
         return {}
     stages = row["mean"]["stages"]
@@ -137,17 +147,21 @@ def needs(row: Row, options: AdviseOptions) -> Row:
 
 
 def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> Iterator[Row]:
-    """Yield rows for other numbers of workers and levels that give the same results."""
+    """Yield predictions for other numbers of gradient workers and message levels.
+
+    They only cover strategies that give the same results as a single process.
+    """
     for row in variants(options, network_of(options), ranks, machine, {"": {}}):
         if row["change"]:
             yield row | needs(row, options) | {"overlap": options.given[OVERLAP]}
 
 
 def best(rows: Sequence[Row]) -> Row:
-    """Return the fastest strategy.
+    """Return the row of the fastest strategy of the most preferred kind that has a prediction.
 
-    Strategies that compute the results of a single process come first, then those with a different
-    estimator or with only an upper bound as prediction, and finally training without K-FAC.
+    Strategies that compute the results of a single process are preferred, then those with a
+    different estimator or with only an upper bound as prediction, and finally training without
+    K-FAC.
     """
     candidates = [row for row in rows if "left_out" not in row]
     rank = min(_place(row["strategy"]) for row in candidates)
@@ -165,7 +179,7 @@ def _place(name: str) -> int:
 
 
 def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:
-    """Return lines that describe the job, the machine and the columns."""
+    """Return lines that describe the job, the machine and the columns of the tables."""
     return [
         job_in_words(options),
         *machine_in_words(machine),
@@ -179,7 +193,7 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
 
 
 def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
-    """Return the table of all strategies for a number of ranks."""
+    """Return a table of the predictions for all strategies on a number of ranks."""
     lines: list[tuple[str, ...]] = [
         ("strategy", "overlap", "overlapped", "blocking", "images", "step", "exposed")
     ]
@@ -222,13 +236,13 @@ def of_batch(row: Row, options: AdviseOptions) -> list[str]:
 
 
 def label(row: Row) -> str:
-    """Return the strategy, and the choices that the search has changed."""
+    """Return a row's strategy, and the choices that the search has changed, as text."""
     change = row.get("change", {})
     return ", ".join([row["strategy"], *(f"{key}={value}" for key, value in change.items())])
 
 
 def words_for(row: Row, options: AdviseOptions) -> str:
-    """Return the training program's options for a row."""
+    """Return the command-line options with which the training program uses a row's strategy."""
     first_order, name = row["strategy"].startswith("sgd"), row["strategy"].removeprefix(SGD)
     words = ["--optimizer sgd"] if first_order else []
     words += [f"--strategy {name}"] if name != "sgd" else []
@@ -243,7 +257,7 @@ def words_for(row: Row, options: AdviseOptions) -> str:
 
 
 def words_of(preconditioner: Preconditioner) -> list[str]:
-    """Return the training program's options for a preconditioner."""
+    """Return the command-line options with which the training program uses a preconditioner."""
     now, usual = flat(preconditioner), flat(type(preconditioner)())
     own = [f"--kfac.preconditioner.{k} {json.dumps(v)}" for k, v in now.items() if v != usual[k]]
     return [f"--kfac.preconditioner {joints.name_of(preconditioner)}", *own]
@@ -270,7 +284,7 @@ def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Mach
 
 
 def of_rate(row: Row, options: AdviseOptions) -> list[str]:
-    """Return lines with the learning rates for the global batch, by both scaling rules."""
+    """Return lines with the learning rates for the global batch: linear and square-root scaling."""
     ranks, images = row["ranks"], max(row["images"], options.batch_per_rank)
     return [
         f"Learning rate for {number(ranks * images, 'image')}, instead of {images} on one rank",
@@ -282,7 +296,7 @@ def of_rate(row: Row, options: AdviseOptions) -> list[str]:
 def of_ranks(
     rows: Sequence[Row], options: AdviseOptions, machine: mpikfac.predict.Machine
 ) -> list[str]:
-    """Return a strategy's efficiency on 1, 2, 4 ... ranks, and the largest efficient number.
+    """Return lines with a strategy's efficiency on 1, 2, 4 ... ranks, and how many ranks to use.
 
     The strategy is the best one on the largest number of ranks, without choices that the search has
     changed, because these apply to a single number of ranks.

@@ -55,7 +55,7 @@ STAGE = "calibrate"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, and write the file; return the exit code.
+    """Measure the machine, and write the machine file; return the exit code.
 
     Collective over: world.
 
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
-    """Return the checked options.
+    """Return the options in the arguments, after checking them.
 
     Raises:
         ValueError: an option is invalid, or the job has a single rank.
@@ -84,12 +84,12 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
 
 
 def calibrate(comm: mpikfac.comm.Comm, options: CalibrateOptions, watchdog: Watchdog) -> int:
-    """Measure, and write the file; return 0.
+    """Measure the machine, and write the machine file; return 0.
 
     Collective over: comm.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the machine file cannot be written.
     """
     machine = measured(comm, options, watchdog)
     with mpikfac.comm.together(comm, f"out={options.out}"):
@@ -102,7 +102,7 @@ def calibrate(comm: mpikfac.comm.Comm, options: CalibrateOptions, watchdog: Watc
 def measured(
     comm: mpikfac.comm.Comm, options: CalibrateOptions, watchdog: Watchdog
 ) -> mpikfac.predict.Machine:
-    """Return the machine, as measured on the ranks of `comm`, in five phases.
+    """Return a description of the machine, as measured on the ranks of `comm` in five phases.
 
     Collective over: comm.
     """
@@ -152,7 +152,7 @@ def measured(
 
 
 def groups(comm: mpikfac.comm.Comm) -> Iterator[tuple[int, int]]:
-    """Yield, for rows and columns, the size of communicators and the distance between members."""
+    """Yield the sizes of communicators (rows and columns), and the distance between their ranks."""
     for size in mpikfac.plan.divisors(comm.size)[1:]:
         for distance in sorted({1, comm.size // size}):
             yield size, distance
@@ -161,7 +161,7 @@ def groups(comm: mpikfac.comm.Comm) -> Iterator[tuple[int, int]]:
 def message_samples(
     comm: mpikfac.comm.Comm, device: torch.device, hosts: list[str], size: int, distance: int
 ) -> list[mpikfac.predict.Sample]:
-    """Return measurements of each collective, performed by all groups of ranks at once.
+    """Return measurements of each collective, which all groups of ranks run at the same time.
 
     A group has `size` ranks, `distance` apart.
 
@@ -200,7 +200,7 @@ def curve(
     primitive: str,
     codec: mpikfac.plan.Codec | None,
 ) -> tuple[tuple[float, float], ...]:
-    """Return the sizes and times of all groups' collectives, up to the first slow one.
+    """Return the sizes and times of a collective that all groups run, up to the first slow one.
 
     Collective over: comm.
     """
@@ -223,11 +223,11 @@ def collective(
 ) -> tuple[int, Callable[[], object]]:
     """Return the bytes of a collective over about `elements` elements, and a function that runs it.
 
-    It runs as in training. Members are roots in round-robin order, because messages from a single
-    root would overlap with each other.
+    The collective runs as in training. The group's ranks take turns as the root, because messages
+    from a single root would overlap with each other.
     """
     group, ranks = grid.world, grid.world.size
-    part = max(16, elements // ranks // 16 * 16)  # layouts are aligned
+    part = max(16, elements // ranks // 16 * 16)  # a multiple of 16, because layouts are aligned
     flat = torch.zeros(part * ranks, device=device)
     if primitive == "Send":  # such messages go to and from curvature servers, through the host
         host = flat.cpu().numpy()
@@ -296,7 +296,7 @@ def ladder(
     orders: Sequence[int],
     work: Callable[[Tensor], object],
 ) -> tuple[tuple[float, float], ...]:
-    """Return the orders and times of a computation on factors, up to the last fast one.
+    """Return the orders and times of `work` on factors, without orders that would take too long.
 
     Collective over: comm.
     """
@@ -316,12 +316,12 @@ def squared(matrix: Tensor) -> Tensor:
 
 
 def rates(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Convert the times of products, by order, to operations per second."""
+    """Convert the times of matrix products, by order, to operations per second."""
     return tuple((order, 2 * order**3 / seconds) for order, seconds in points)
 
 
 def visit(comm: mpikfac.comm.Comm, networks: Sequence[TimedNetwork]) -> None:
-    """Time additional steps of all networks.
+    """Time further steps of all networks, with each preconditioner.
 
     Collective over: comm.
     """
@@ -372,7 +372,7 @@ class TimedNetwork:
     def look(self, comm: mpikfac.comm.Comm, preconditioner: str) -> None:
         """Take and time some steps, of which every second one computes new factors.
 
-        The first steps are not counted.
+        The first two steps are not counted.
 
         Collective over: comm.
         """
@@ -391,7 +391,8 @@ class TimedNetwork:
     def together(self, comm: mpikfac.comm.Comm, ways: Sequence[mpikfac.Strategy]) -> list[float]:
         """Return, for each strategy, the time of a step with new factors, in seconds.
 
-        Strategies alternate; the first round is not counted.
+        The strategies take turns, with `STEPS` steps per round. The times are medians over rounds,
+        without the first one.
 
         Collective over: comm.
 
@@ -427,7 +428,7 @@ class TimedNetwork:
         return once, self._inputs, self._labels
 
     def seconds(self, comm: mpikfac.comm.Comm) -> mpikfac.predict.Network:
-        """Return the medians over all steps so far, on the slowest rank.
+        """Return the median times of the parts of all steps so far, each on its slowest rank.
 
         Collective over: comm.
         """
@@ -457,12 +458,12 @@ class TimedNetwork:
 
 
 def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each part of a step."""
+    """Return the median time of each part of a step, over all steps."""
     return {part: median(step[part] for step in steps) for part in steps[0]}
 
 
 def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Time the parts of a training step, in seconds.
+    """Take a training step, and return the times of its parts, in seconds.
 
     "others" is the time of `KFAC.step` without preconditioning and the optimizer.
     """
@@ -495,7 +496,9 @@ def _way(device: torch.device) -> dict[str, str]:
 
 
 def seconds_of(comm: mpikfac.comm.Comm, device: torch.device, work: Callable[[], object]) -> float:
-    """Return the median over repetitions of the slowest rank's time; ranks start together.
+    """Return the time of `work` in seconds: a median over repetitions, on the slowest rank.
+
+    Ranks start each measurement together.
 
     Collective over: comm.
     """

@@ -58,10 +58,10 @@ def predicted(
     ranks: int,
     machine: mpikfac.predict.Machine,
 ) -> Row:
-    """Return the row of a strategy, or the reason why there is no prediction.
+    """Return a row with a strategy's prediction, or with the reason why there is none.
 
-    "sgd" is the baseline for all others: it overlaps its messages if that is faster, unless the
-    options set whether to overlap.
+    "sgd" is the baseline for all other strategies: it overlaps its messages if that is faster,
+    unless the options set whether to overlap.
     """
     if name != "sgd" or OVERLAP in options.given:
         return predicted_as_given(options, network, name, ranks, machine)
@@ -85,7 +85,7 @@ def predicted_as_given(
     ranks: int,
     machine: mpikfac.predict.Machine,
 ) -> Row:
-    """Return the row of a strategy with the options unchanged, or why there is no prediction."""
+    """Return a row with a strategy's prediction for the given options, or why there is none."""
     row: Row = {"strategy": name, "ranks": ranks}
     try:
         run = foreseen_of(options, network, name, ranks, machine)
@@ -103,7 +103,7 @@ def predicted_as_given(
 def job_of(
     options: PredictionOptions, factor_update_steps: int, inv_update_steps: int
 ) -> mpikfac.predict.Job:
-    """Return the training job to predict."""
+    """Return the training job to predict, with the given intervals."""
     return mpikfac.predict.Job(
         options.model,
         options.batch_per_rank,
@@ -122,8 +122,8 @@ class NetworkShapes:
         covered: the layer shapes for training with K-FAC.
         bare: the layer shapes for training without K-FAC.
         parameters: the block and the shape of every trained parameter, with K-FAC.
-        bare_parameters: the same without K-FAC.
-        calls: the calls of the covered layers in a pass over a rank's batch.
+        bare_parameters: the block and the shape of every trained parameter, without K-FAC.
+        calls: the calls of the covered layers in a pass over a rank's batch; empty if unknown.
     """
 
     covered: Shapes
@@ -159,9 +159,10 @@ def foreseen_of(
     """Return the plan and intervals of a named strategy, with messages chosen for the machine.
 
     Raises:
-        ValueError: choices cannot be combined, or the machine has no times for the network.
+        ValueError: a choice does not exist in the strategy or cannot be combined with others, or
+            the machine has no times for the network.
     """
-    usual = options.inv_update_steps or BASIS_EVERY  # regardless of what the strategy sets
+    usual = options.inv_update_steps or BASIS_EVERY  # not the strategy's own interval
     kfac = replace(options.kfac, inv_update_steps=usual)
     first_order = name.startswith("sgd")
     shapes = network.bare if first_order else network.covered
@@ -185,10 +186,11 @@ def foreseen_of(
 
 
 def chosen(options: PredictionOptions, name: str, ranks: int) -> StrategyOptions:
-    """Return a named strategy after replacing the choices that the options set.
+    """Return a named strategy, after replacing its choices by those that the user has set.
 
     Raises:
-        ValueError: the strategy has no such choice, or choices cannot be combined.
+        ValueError: the strategy lacks a choice that the user has set, or choices cannot be
+            combined.
     """
     strategy, _ = mpikfac.get_strategy(name)
     if not any(key.startswith("assignment.") for key in options.change):
@@ -224,7 +226,7 @@ def job_in_words(options: PredictionOptions) -> str:
 
 
 def in_words(factor_update_steps: int, inv_update_steps: int) -> str:
-    """Describe the intervals of a run."""
+    """Describe the intervals of a run's factors and bases."""
     return f"factors every {number(factor_update_steps, 'step')}, bases every {inv_update_steps}"
 
 

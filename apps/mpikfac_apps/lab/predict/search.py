@@ -40,8 +40,8 @@ WIRES: Mapping[str, Mapping[str, str]] = {
     "bfloat16": _compressed("bfloat16", "bfloat16"),
     "int8": _compressed("int8", "bfloat16"),
 }
-"""The choices of compression by name, from the most to the least precise."""
-STEP = 1.03  # ratio of consecutive values of a cost; predictions are no more accurate than this
+"""The compression options to try, by name, from the most to the least precise."""
+STEP = 1.03  # costs are rounded to powers of this ratio; predictions are no more accurate
 COST = ("seconds", "sent", "memory")
 PER_NODE = "transport.ranks_per_node"
 Options = TypeVar("Options", bound=PredictionOptions)
@@ -50,7 +50,7 @@ TRAINED = ("factor_update_steps", "inv_update_steps", "wires")
 
 
 def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[Row]:
-    """Return all choices for each number of ranks, with a mark on the `best` ones.
+    """Return a row for every choice and number of ranks; `best` marks Pareto-optimal choices.
 
     Only choices that compute the same results are compared, by seconds, bytes sent and memory.
 
@@ -84,7 +84,7 @@ def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list
 
 
 def front(points: Sequence[Sequence[float]]) -> set[int]:
-    """Return the indices of the Pareto-optimal points; lower is better.
+    """Return the indices of the Pareto-optimal points; lower coordinates are better.
 
     A point is better than another if it is at least as good in every coordinate, and either differs
     from it or comes first.
@@ -98,7 +98,7 @@ def front(points: Sequence[Sequence[float]]) -> set[int]:
 
 
 def costs(row: Row) -> tuple[int, ...]:
-    """Return seconds, bytes sent and bytes kept, as rounded exponents of `STEP`."""
+    """Return a row's seconds, bytes sent and memory, as rounded logarithms to base `STEP`."""
     return tuple(round(math.log(row[name] or 1, STEP)) for name in COST)
 
 
@@ -112,7 +112,11 @@ def variants(
     machine: mpikfac.predict.Machine,
     wires: Mapping[str, Mapping[str, str]],
 ) -> list[Row]:
-    """Return the predicted rows of all variants of the strategies, each with `change` and `wires`.
+    """Return a row with the prediction for each variant of each strategy, on `ranks` ranks.
+
+    Strategies that do not give the results of a single process are left out. In a row, `change`
+    contains the choices that the variant adds to the options, and `wires` is the name of its
+    compression.
 
     Args:
         wires: the choices of compression to try, by name.
@@ -126,12 +130,12 @@ def variants(
 
 
 def changed(options: Options, change: Mapping[str, Any]) -> Options:
-    """Return options with additional choices of a strategy."""
+    """Return the options with additional choices of a strategy, as if the user had set them."""
     return replace(options, given={**options.given, **change})
 
 
 def alike(name: str) -> bool:
-    """Return whether a strategy gives the same results as a single process with the joint batch."""
+    """Return whether a strategy gives the results of a single process with the global batch."""
     way = mpikfac.plan.NAMED.get(name)
     return way is not None and way.same and way.strategy.refresh == mpikfac.Refresh()
 
@@ -143,9 +147,9 @@ def changes(
     machine: mpikfac.predict.Machine,
     wires: Mapping[str, Mapping[str, str]],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the compression and the choices of every variant of a strategy.
+    """Yield the compression's name and the additional choices of each variant of a strategy.
 
-    Choices that the options set are kept.
+    Choices that the user has set do not vary.
     """
     given, per_node = options.change, machine.ranks_per_node
     workers: list[dict[str, Any]] = [{}]
@@ -162,9 +166,10 @@ def changes(
 
 
 def at_intervals(row: Row, options: PredictionOptions) -> Iterator[Row]:
-    """Yield the costs of a variant, also at other intervals if its compression is as requested.
+    """Yield a variant's costs, also at other intervals if its compression is as requested.
 
-    Nothing is yielded for a variant without a prediction.
+    Nothing is yielded for a variant without a prediction. If the preconditioner has no factors,
+    there are no other intervals.
     """
     if "left_out" in row:
         return
@@ -193,7 +198,7 @@ def intervals(
 ) -> list[tuple[int, int]]:
     """Return the intervals of factors and of bases, and pairs with one of them halved or doubled.
 
-    In an additional pair, bases are always computed with new factors.
+    In an additional pair, bases are computed only in steps that also compute new factors.
     """
     further = [
         *((factors, inv_update_steps) for factors in _around(factor_update_steps)),
@@ -209,7 +214,7 @@ def _around(interval: int) -> list[int]:
 
 
 def mean(row: Row, parts: Mapping[tuple[bool, bool], float], name: str) -> float:
-    """Return the mean of a value over steps, given the fraction of the steps of each kind."""
+    """Return the mean over all steps of a predicted value, given each kind's fraction of steps."""
     kinds = {(False, False): "ordinary", (True, False): "factors", (True, True): "refresh"}
     return sum(parts[kind] * float(row[step][name]) for kind, step in kinds.items())
 
@@ -218,7 +223,7 @@ def mean(row: Row, parts: Mapping[tuple[bool, bool], float], name: str) -> float
 
 
 def heading(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[str]:
-    """Return lines that describe the job, the machine and the columns."""
+    """Return lines that describe the job, the machine and the columns of the tables."""
     return [
         job_in_words(options),
         *machine_in_words(machine),
@@ -230,7 +235,7 @@ def heading(options: PredictionOptions, machine: mpikfac.predict.Machine) -> lis
 
 
 def section(ranks: int, rows: Sequence[Row]) -> list[str]:
-    """Return the table of the best choices for a number of ranks."""
+    """Return a table of the Pareto-optimal choices for a number of ranks."""
     same = [row for row in rows if row["ranks"] == ranks]
     best = [row for row in same if row["best"]]
     head = ("strategy", "workers", "per node", "wires", "factors", "bases", "mean", "sent", "MiB")
@@ -239,7 +244,7 @@ def section(ranks: int, rows: Sequence[Row]) -> list[str]:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return a line of the table."""
+    """Return the cells of a choice in the table of Pareto-optimal choices."""
     return (
         row["strategy"] + ("" if row["asked"] else "*"),
         *(str(row[name] or NONE) for name in ("workers", "ranks_per_node", "wires")),
@@ -250,9 +255,9 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Plot the best choices, MiB sent against milliseconds, with a panel per number of ranks.
+    """Plot the Pareto-optimal choices: ms per step against MiB sent, a panel per number of ranks.
 
-    The area of a marker grows linearly with the memory. Markers are hollow for choices whose
+    The area of a marker grows linearly with a rank's memory. Markers are hollow for choices whose
     results differ from those requested.
     """
     from matplotlib.figure import Figure

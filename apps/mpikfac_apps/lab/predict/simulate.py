@@ -55,7 +55,7 @@ def predict(options: SimulateOptions) -> int:
 
 
 def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[str]:
-    """Return lines that describe the job, the machine and the columns."""
+    """Return lines that describe the job, the machine and the columns of the tables."""
     lines = [
         job_in_words(options),
         *machine_in_words(machine),
@@ -75,7 +75,7 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
 
 
 def uncounted(options: SimulateOptions) -> Iterator[str]:
-    """Yield the work of a step that predictions leave out."""
+    """Yield descriptions of the work in a step that predictions leave out."""
     kfac = options.kfac
     if kfac.estimator.fisher_type in ("mc", "type-2"):
         yield f"the backward passes of fisher_type={kfac.estimator.fisher_type}"
@@ -86,7 +86,7 @@ def uncounted(options: SimulateOptions) -> Iterator[str]:
 
 
 def section(ranks: int, rows: list[Row]) -> list[str]:
-    """Return the table for a number of ranks."""
+    """Return the table of predictions for a number of ranks, and notes."""
     lines = [("strategy", "mean", "plain", "factors", "bases", "comm", "wait", "MiB", "sent MiB")]
     notes = []
     for row in rows:
@@ -105,7 +105,7 @@ def section(ranks: int, rows: list[Row]) -> list[str]:
 
 
 def of_clients(row: Row) -> list[str]:
-    """Return a line about asynchronous clients; none for other strategies."""
+    """Return a line about a strategy's asynchronous clients; no line if it has none."""
     if (clients := row["clients"]) is None:
         return []
     return [

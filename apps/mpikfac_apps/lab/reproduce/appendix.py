@@ -75,12 +75,12 @@ def facts(entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def head(entry: Entry) -> tuple[str, ...]:
-    """Return the column headings of a table of results."""
+    """Return the column headings of an entry's table of results."""
     return "what", "where", entry.expected, entry.found, "off", "verdict"
 
 
 def cells(entry: Entry, row: Row) -> tuple[str, ...]:
-    """Return the cells of a row: what, where, expected, found, deviation and verdict."""
+    """Return the cells of a result's row: what, where, expected, found, deviation and verdict."""
     ends = row.published, *(() if row.most is None else (row.most,))
     expected = " to ".join(digits(entry, end) for end in ends)
     numbers = expected, digits(entry, row.found), deviation(entry, row)
@@ -88,7 +88,7 @@ def cells(entry: Entry, row: Row) -> tuple[str, ...]:
 
 
 def deviation(entry: Entry, row: Row) -> str:
-    """Format the deviation of a row in per cent, or in points."""
+    """Format the deviation of a row from its expected value, in per cent or in points."""
     off, decimals = entry.off(row), places(entry)
     return f"{off:+z.{decimals}f} points" if entry.points else f"{100 * off:+z.{decimals}f} %"
 
@@ -103,7 +103,7 @@ def digits(entry: Entry, number: float) -> str:
 
 
 def places(entry: Entry) -> int:
-    """Return the number of decimals with which deviations are shown.
+    """Return the number of decimals with which an entry's deviations are shown.
 
     This is one decimal more than the leading digit of the tolerance needs; 0 if the tolerance is
     10 or more.
@@ -117,7 +117,7 @@ def exponent(number: float) -> int:
 
 
 def tolerance(entry: Entry) -> str:
-    """Format a tolerance in per cent, or in points."""
+    """Format an entry's tolerance in per cent, or in points."""
     number = entry.tolerance
     return f"{number:.3g} points" if entry.points else f"{100 * number:.3g} %"
 

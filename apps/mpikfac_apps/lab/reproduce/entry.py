@@ -26,7 +26,7 @@ VERDICTS: dict[Verdict, str] = {
     "within the tolerance, but listed as a miss": "agrees, although a miss was expected. This is "
     "an error, counted as outside: the reason for the miss is outdated",
 }
-"""The verdicts on a row, and what they mean."""
+"""The verdicts on a row, and what they say about it."""
 ERRORS: tuple[Verdict, ...] = (
     "outside the tolerance",
     "within the tolerance, but listed as a miss",
@@ -37,6 +37,7 @@ class Row(NamedTuple):
     """A published value, and the value found here.
 
     Attributes:
+        what: the quantity, and its unit if it has one.
         where: the network, ranks or machine.
         published: the expected value, or the lower end of its range; see `Entry.expected`.
         miss: the reason why the values are known to differ by more than the tolerance; "" if they
@@ -69,12 +70,12 @@ class Entry:
         paper: the short name of the paper in docs/reference/references.md, preceded by "method of"
             if the values are not from the paper.
         source: the table, figure or formula with the expected values.
-        found: how `rows` finds its values. "recorded": in the results of an earlier run of `anew`,
-            which takes hours.
+        found: how `rows` finds its values; "recorded" means in the results of an earlier run of the
+            commands in `anew`, which take hours.
         how: a continuation of `found`: the machine model, the ranks and threads, or the date.
-        tolerance: the largest deviation of a row without a `miss`.
+        tolerance: the largest deviation that is accepted for a row without a `miss`.
         why: the reason for the tolerance.
-        seconds: the time that `mpikfac reproduce` takes on two idle cores.
+        seconds: the time that `mpikfac reproduce` takes for this entry on two idle cores.
         rows: computes the rows, in less than a minute.
         data: the data set that `rows` reads.
         anew: how to repeat the recorded measurements.
@@ -102,15 +103,15 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """How the values are found."""
+        """How `rows` finds its values, with the details in `how`."""
         return f"{self.found} {self.how}"
 
     def off(self, row: Row) -> float:
-        """Return the deviation of a row."""
+        """Return the deviation of a row's value from the expected value."""
         return row.found - row.nearest if self.points else row.found / row.nearest - 1
 
     def verdict(self, row: Row) -> Verdict:
-        """Return whether a row is as expected."""
+        """Return the verdict on a row: whether its value is as expected."""
         within = abs(self.off(row)) <= self.tolerance
         if row.miss:
             return "within the tolerance, but listed as a miss" if within else "miss"

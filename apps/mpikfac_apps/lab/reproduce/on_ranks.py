@@ -1,4 +1,4 @@
-"""Train on the least-squares problem of `rules` with each exchange, and write the weights.
+"""Train on the least-squares problems in `rules` with each exchange, and write the weights.
 
 mpikfac launch -n 4 on_ranks.py weights.json
 """
@@ -18,7 +18,7 @@ from mpikfac_apps.lab.reproduce import rules
 
 
 def main() -> None:
-    """Write the weights of all ranks `[ranks, SIZE]` for each exchange.
+    """Write the final weights of all ranks `[ranks, SIZE]`, by name of the exchange.
 
     Collective over: world.
     """

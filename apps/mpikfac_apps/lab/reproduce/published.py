@@ -21,13 +21,13 @@ from mpikfac_apps.text import MIB
 
 RANKS = 16
 FACTORS, WEIGHTS, GRADIENTS = 586.9, 97.3, 97.7
-"""Sizes in MiB of ResNet-50: square factors, covered weights, all weights and statistics."""
+"""Sizes in MiB of ResNet-50: square factors, weights of covered layers, weights and statistics."""
 LARGEST = 0.216  # the fraction of all decompositions' operations that the largest factor takes
 SC20 = [(1 - saved) * 90 / 55 for saved in (0.25, 0.18)]
-"""The bounds of the ratio of step times: 18 to 25 % less time, in 55 epochs instead of 90."""
+"""The bounds of K-FAC's step time over SGD's: 18 to 25 % less time, in 55 epochs instead of 90."""
 IMAGES = 1_281_167  # images in an epoch of ImageNet
 SGD_EPOCHS = {16: 15 * 60, 32: 8 * 60 + 10, 64: 4 * 60 + 8}
-"""Seconds of an epoch of SGD by number of GPUs, in runs of 90 epochs."""
+"""Seconds per epoch of SGD, by number of GPUs, in runs of 90 epochs."""
 KFAC_EPOCHS = {
     (16, 90): 30 * 60,
     (16, 50): 31 * 60,
@@ -36,7 +36,7 @@ KFAC_EPOCHS = {
     (64, 90): 11 * 60 + 5,
     (64, 50): 7 * 60 + 17,
 }
-"""Seconds of an epoch of "KFAC (10)" by number of GPUs and by the epochs of the run."""
+"""Seconds per epoch of "KFAC (10)", by number of GPUs and number of epochs in the run."""
 SLOW_RUN = "published epochs of two runs on 64 GPUs differ by a factor of 1.5, with no reason given"
 OLD_SGD = (
     "the cause was not measured. Published epochs include reading images, with the software of "
@@ -56,7 +56,7 @@ ACKNOWLEDGMENTS = (
 
 @functools.cache
 def shapes() -> tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]:
-    """Return the covered layers of ResNet-50 for ImageNet, and its other tensors."""
+    """Return ResNet-50's covered layer shapes for ImageNet, and other tensors' names and shapes."""
     with torch.device("meta"):
         return mpikfac.layers.covered_shapes(models.build("resnet50", classes=1000))
 
@@ -74,7 +74,7 @@ def sent(strategy: Strategy) -> dict[str, float]:
 
 
 def sc20_bytes() -> Iterator[Row]:
-    """Yield the bytes of K-FAC-opt, and values derived from them and from the orders of factors."""
+    """Yield the MiB that K-FAC-opt sends, and values derived from them and from factors' orders."""
     everyone, where = sent(Strategy(CommOpt())), f"a rank of {RANKS}"
     share = (RANKS - 1) / RANKS
     owners = sent(Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)))
@@ -97,7 +97,7 @@ def sc20_bytes() -> Iterator[Row]:
 
 
 def kaisa_bytes() -> Iterator[Row]:
-    """Yield the bytes of bases and of directions by the number of gradient workers."""
+    """Yield the MiB of bases and of directions that a rank sends, by number of gradient workers."""
     for workers in mpikfac.plan.divisors(RANKS):
         found = sent(Strategy(HybridOpt(grad_workers=workers)))
         where = f"a rank of {RANKS}, {workers} gradient worker" + "s" * (workers > 1)
@@ -110,7 +110,7 @@ def kaisa_bytes() -> Iterator[Row]:
 
 
 def spd_kfac_profile() -> Iterator[Row]:
-    """Yield the times of D-KFAC's messages on 64 GPUs."""
+    """Yield the time that D-KFAC's messages of each kind take on 64 GPUs."""
     machine = mpikfac.predict.load_machine("rtx2080ti-ib100")
     for what, primitive, size, seconds, miss in (
         ("s for all factors", "Allreduce", FACTORS, 0.300, ""),

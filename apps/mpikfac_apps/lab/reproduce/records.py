@@ -17,7 +17,7 @@ SGD = "50000-sgd-15-128-0.1-0.0005-"
 
 
 def text_of(name: str) -> str:
-    """Return the text of a file of results.
+    """Return the text of a file in benchmarks/results.
 
     Raises:
         ValueError: the file is missing.
@@ -32,7 +32,7 @@ def text_of(name: str) -> str:
 
 
 def record(name: str) -> Any:
-    """Return the content of a file of results in JSON.
+    """Return the content of a JSON file in benchmarks/results.
 
     Raises:
         ValueError: the file is missing.
@@ -41,7 +41,7 @@ def record(name: str) -> Any:
 
 
 def time_to_accuracy() -> Iterator[Row]:
-    """Yield K-FAC's test accuracy after about half as many epochs, minus that of SGD, in points."""
+    """Yield K-FAC's test accuracy minus that of SGD after about twice as many epochs, in points."""
     runs = record("time_to_accuracy.json")
     sgd = [run[-1] for name, run in runs.items() if name.startswith(SGD)]
     kfac = [of["test_accuracy"] for of in defaults("resnet20, all images")]
@@ -51,7 +51,7 @@ def time_to_accuracy() -> Iterator[Row]:
 
 
 def defaults(network: str) -> list[dict[str, float]]:
-    """Return the results of K-FAC with its default settings, in the order of seeds."""
+    """Return K-FAC's results on a network with its default settings, sorted by seed."""
     rows = map(json.loads, text_of("defaults.jsonl").splitlines())
     of_seed = {
         seed: row["result"]

@@ -24,15 +24,15 @@ WIDTH = 96
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print published results; return 0, 1 for an unexpected value, or 2 for invalid options."""
+    """List or compare published results; return 0, 1 for an unexpected value, 2 for bad options."""
     return cli.run(REPRODUCE.program, lambda: reproduce(REPRODUCE.read(argv)))
 
 
 def reproduce(options: ReproduceOptions) -> int:
-    """Print the list, or one result, or write the appendix; return 0, or 1 if a value is wrong.
+    """List all results, print one, or write the appendix; return 1 if a value is wrong, else 0.
 
     Raises:
-        ValueError: there is no such result, or it cannot be reproduced here.
+        ValueError: no result is named `options.name`, or it cannot be reproduced here.
         OSError: a file cannot be written.
     """
     if options.name is None and options.appendix is None:
@@ -67,7 +67,7 @@ def found(entry: Entry, alone: bool) -> Reproduced:
 
 
 def chosen(name: str) -> Entry:
-    """Return an entry by name.
+    """Return the entry with a name.
 
     Raises:
         ValueError: there is no such entry.
@@ -80,7 +80,7 @@ def chosen(name: str) -> Entry:
 
 
 def listing() -> list[str]:
-    """Return a table of all results."""
+    """Return lines with a table of all published results."""
     head = "name", "paper", "compared", "found", "tolerance", "seconds"
     rows = [
         (
@@ -102,7 +102,7 @@ def listing() -> list[str]:
 
 
 def section(result: Reproduced) -> list[str]:
-    """Return lines about a result: source, data, command and values."""
+    """Return lines about a result: its source, data and command, and the values."""
     entry, rows, seconds, refusal = result
     facts = [f"{name}: {text}" for name, text in appendix.facts(entry)]
     lines = wrapped(facts)
@@ -120,6 +120,6 @@ def section(result: Reproduced) -> list[str]:
 
 
 def wrapped(texts: Iterable[str]) -> list[str]:
-    """Return lines of at most WIDTH characters."""
+    """Wrap each text into lines of at most WIDTH characters."""
     wrap = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return [line for text in texts for line in wrap.wrap(text)]

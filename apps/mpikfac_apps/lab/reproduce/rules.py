@@ -36,7 +36,7 @@ def gradients(weights: Weights) -> Weights:
 
 
 def within(nodes: int, numbers: Weights) -> Weights:
-    """Return, for each rank, the mean over the ranks of its node."""
+    """Return, for each rank, the mean of `numbers` over the ranks of its node."""
     means = numbers.reshape(nodes, -1, SIZE).mean(1, keepdims=True)
     return np.broadcast_to(means, (nodes, len(numbers) // nodes, SIZE)).reshape(numbers.shape)
 
@@ -101,8 +101,8 @@ def lsgd(
 ) -> list[Weights]:
     """Return the weights of all ranks after each step of LSGD [Teng et al. 2019].
 
-    With `copies`, neighbouring ranks train a copy together, and the copy with the smallest sum of
-    losses leads. Losses are summed over the steps since leaders were last chosen.
+    With `copies`, neighbouring ranks train a copy of the model together, and the copy with the
+    smallest sum of losses leads. Losses are summed over the steps since leaders were last chosen.
     """
     every = every or rule.sync_every
     losses = [quadratic(rank) for rank in range(ranks)]
@@ -140,7 +140,7 @@ def parle(
 
     With each exchange, the pulls `gamma` and `rho` are multiplied by `1 + growth`, up to maxima,
     which are 1 and 10 in the authors' program; `rho` grows before the exchange that uses it. With
-    `copies`, neighbouring ranks train a copy together.
+    `copies`, neighbouring ranks train a copy of the model together.
     """
     every = rule.sync_every
     y, v, found = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE)), []
@@ -208,7 +208,7 @@ def streaming_diloco(
 
 
 def projection(weights: ArrayLike) -> float:
-    """Return the projection of weights `[ranks, SIZE]` on a random vector.
+    """Return the projection of weights `[ranks, SIZE]` on a fixed random vector.
 
     Unlike a norm, it changes if a sign flips, or if ranks are swapped.
     """
@@ -218,10 +218,11 @@ def projection(weights: ArrayLike) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """An exchange, and the weights according to its published rule.
+    """An exchange of weights, and the weights that its published rule gives.
 
     Attributes:
-        expected: returns the weights of all ranks after each of STEPS steps.
+        expected: returns the weights of all ranks after each of STEPS steps, given the number of
+            ranks.
         nesterov: whether SGD uses Nesterov momentum.
         ranks_per_node: the ranks per node, for an exchange that uses nodes.
     """
@@ -233,7 +234,7 @@ class Case:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy with which the steps are taken."""
+        """The library's strategy that trains with this exchange."""
         transport = Transport(ranks_per_node=self.ranks_per_node)
         return Strategy(MemOpt(), sync=self.sync, transport=transport)
 
@@ -242,7 +243,7 @@ LOCAL_SGD = LocalSGD(sync_every=3)
 DILOCO = DiLoCo(sync_every=3)
 STREAM = DiLoCo(sync_every=4, fragments=2, delay=3, mixing=0.3)
 PARLE = Parle(sync_every=4, growth=0.5, outer_lr=0.1, outer_momentum=0.9)
-"""The authors' values, with a growth that reaches both limits within 60 steps."""
+"""Both pulls start at the authors' values, and reach their maxima within 60 steps."""
 LEADER = LSGD(sync_every=3, leader_step=0.2, leader_pull=0.3)
 LATE = DASO(sync_every=4, delay=2)
 CASES = {

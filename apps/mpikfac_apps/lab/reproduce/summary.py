@@ -11,7 +11,7 @@ from mpikfac_apps.text import number
 
 
 class Reproduced(NamedTuple):
-    """An entry and its rows.
+    """An entry of `mpikfac reproduce`, and the rows computed for it.
 
     Attributes:
         seconds: the time taken to compute the rows.
@@ -42,13 +42,13 @@ def counts(results: Sequence[Reproduced]) -> Counter[str]:
 
 
 def exit_code(results: Sequence[Reproduced]) -> int:
-    """Return 1 if a value is not as expected or was not computed, otherwise 0."""
+    """Return 1 if a value is not as expected or a result was not computed, otherwise 0."""
     of = counts(results)
     return int(of["outside"] + of["not run"] > 0)
 
 
 def line(results: Sequence[Reproduced]) -> str:
-    """Return a sentence with all counts, the exit code and the time."""
+    """Return a line with all counts, the exit code and the total time."""
     of, experiments = counts(results), number(len(results), "experiment")
     rows = ", ".join(f"{of[name]} {name}" for name in GROUPS)
     return (
@@ -58,7 +58,7 @@ def line(results: Sequence[Reproduced]) -> str:
 
 
 def table(results: Sequence[Reproduced]) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each result, and of the totals."""
+    """Yield the table cells of each result, followed by those of the totals."""
     for result in results:
         entry = result.entry
         yield (entry.name, entry.about, entry.found, *numbers([result]))
@@ -66,7 +66,7 @@ def table(results: Sequence[Reproduced]) -> Iterator[tuple[str, ...]]:
 
 
 def numbers(results: Sequence[Reproduced]) -> tuple[str, ...]:
-    """Return the counts for results in the order of `HEAD`."""
+    """Return the counts and the time of results, in the order of `HEAD`."""
     return (*map(str, counts(results).values()), seconds(results))
 
 

@@ -16,13 +16,13 @@ from mpikfac_apps.lab.reproduce.entry import Row
 
 RANKS = 4
 LIMIT = 900.0  # seconds; a program takes less than a minute on idle cores
-GRACE = 10.0  # seconds to end the ranks
+GRACE = 10.0  # seconds in which a terminated program can end its ranks
 AUTOENCODER = {
     **{"model": "autoencoder", "data.name": "curves", "data.train_images": "10240"},
     **{"data.test_images": "1000", "batch": "512", "epochs": "15", "eval_every": "15"},
     **{"threads": "1", "watchdog_timeout": "null", "checkpoint_minutes": "null"},
 }
-"""The options of the autoencoder in `benchmarks/defaults.py`."""
+"""The options with which `benchmarks/defaults.py` trains its autoencoder."""
 
 
 def defaults() -> Iterator[Row]:
@@ -41,10 +41,10 @@ def defaults() -> Iterator[Row]:
 
 
 def exchanges() -> Iterator[Row]:
-    """Yield, for each exchange, a projection of all ranks' weights after training with it.
+    """Yield a projection of all ranks' weights after training with each exchange rule.
 
     Raises:
-        ValueError: the ranks fail.
+        ValueError: the training on the ranks fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "weights.json"

@@ -33,10 +33,10 @@ Variants = Mapping[str, Sequence[Curve]]
 
 
 def table_file(text: str) -> Path:
-    """Return the path of a table.
+    """Return `text` as the path of a file for a table.
 
     Raises:
-        ValueError: the suffix is not that of a table.
+        ValueError: the suffix is neither .csv nor .tex.
     """
     return cli.path_of(text, ".csv", ".tex")
 
@@ -68,12 +68,12 @@ COMPARE = CommandLine("mpikfac compare", CompareOptions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table and write the files; return 0, or 2 after printing an error."""
+    """Print a table of runs, and write the requested files; return 0, or 2 after an error."""
     return cli.run(COMPARE.program, lambda: compare(COMPARE.read(argv)))
 
 
 def compare(options: CompareOptions) -> int:
-    """Print the table and write the files; return 0.
+    """Print a table of runs, and write the requested files; return 0.
 
     Raises:
         ValueError: a run cannot be read.
@@ -114,7 +114,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def curve_of(run: Path) -> Curve:
-    """Return the curve of a run directory.
+    """Return the test results over time of the run in a directory.
 
     Raises:
         ValueError: the metrics contain no complete epoch, or a line is not JSON.
@@ -127,7 +127,7 @@ def curve_of(run: Path) -> Curve:
 
 
 def measure_of(variants: Variants) -> Measure:
-    """Return the measure that all runs have in common."""
+    """Return the test metric that all runs have in common."""
     return next(curve.measure for runs in variants.values() for curve in runs)
 
 
@@ -160,7 +160,7 @@ def shared_start(names: Sequence[str]) -> str:
 
 
 def short_names(runs: Iterable[str]) -> dict[str, str]:
-    """Return the part of each path that differs from the other paths."""
+    """Return each run's path relative to the directory that contains all runs."""
     paths = {run: Path(run).resolve() for run in runs}
     parents = {str(path.parent) for path in paths.values()}
     if len(parents) == len(paths) == 1:
@@ -173,7 +173,7 @@ def short_names(runs: Iterable[str]) -> dict[str, str]:
 
 
 def rows(run_curves: Mapping[str, Curve], target: float | None) -> list[list[str]]:
-    """Return the table: one row per run."""
+    """Return the table of runs: a row of titles, and one row per run."""
     lines = [["run", "epochs", "seconds", "final", "best"]]
     if target is not None:
         lines[0] += titles(next(iter(run_curves.values())).measure, target)
@@ -188,7 +188,7 @@ def rows(run_curves: Mapping[str, Curve], target: float | None) -> list[list[str
 
 
 def rows_of_means(variants: Variants, target: float | None) -> list[list[str]]:
-    """Return the table of means over seeds: one row per variant."""
+    """Return the table of means over seeds: a row of titles, and one row per variant."""
     measure = measure_of(variants)
     lines = [["variant", "seeds", "seconds", "final", "best"]]
     if target is not None:
@@ -206,13 +206,13 @@ def rows_of_means(variants: Variants, target: float | None) -> list[list[str]]:
 
 
 def titles(measure: Measure, target: float) -> list[str]:
-    """Return the titles of the columns about the target."""
+    """Return the titles of the columns with the training needed to reach the target."""
     aim = measure.text(target)
     return [f"epochs to {aim}", f"seconds to {aim}"]
 
 
 def over_seeds(numbers: Sequence[float | None], shown: Callable[[float], str]) -> str:
-    """Format the mean or range of the known values, and note if some are missing."""
+    """Format the mean and interval, or the range, of known values; note if some are missing."""
     mean = mean_of(numbers)
     if mean is None:
         return "never"
@@ -223,7 +223,7 @@ def over_seeds(numbers: Sequence[float | None], shown: Callable[[float], str]) -
 def values(
     run_curves: Mapping[str, Curve], variants: Variants, target: float | None
 ) -> list[dict[str, Any]]:
-    """Return each run's last and best test results, and the training needed for the target."""
+    """Return each run's last and best test results, and the training needed to reach the target."""
     names = {id(curve): name for name, runs in variants.items() for curve in runs}
     plain = []
     for run, curve in run_curves.items():
@@ -248,7 +248,7 @@ def rounded(epochs: float) -> str:
 
 
 def sentences(variants: Variants, target: float) -> Iterator[str]:
-    """Return sentences about the first variant to reach the target: by epochs, and by seconds.
+    """Yield sentences about the first variant to reach the target: by epochs, and by seconds.
 
     A variant reaches the target if all of its seeds do.
     """
@@ -294,7 +294,7 @@ def to_target(variants: Variants, target: float, unit: str) -> dict[str, SeedMea
 
 
 def about_bounds(run_curves: Mapping[str, Curve]) -> Iterator[str]:
-    """Return a sentence about each run whose clip shortened nearly all steps."""
+    """Yield a sentence about each run in which K-FAC's clip shortened nearly all steps."""
     for name, curve in zip(short_names(run_curves).values(), run_curves.values()):
         if curve.bound:
             yield (
@@ -307,7 +307,7 @@ def about_bounds(run_curves: Mapping[str, Curve]) -> Iterator[str]:
 
 
 def draw(variants: Variants, target: float | None, kind: str) -> bytes:
-    """Plot test results against epochs and seconds, and `kl_scale` if a clip is active.
+    """Plot test results against epochs and seconds, and `kl_scale` if a clip shortened a step.
 
     Args:
         kind: "pdf", "png" or "svg".

@@ -1,4 +1,4 @@
-"""Read a run's metrics: the lines of the file, and the test results after each epoch."""
+"""Read a run's metrics: the lines of metrics.jsonl, and the test results after each epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POSITIVE = ("images_per_second", "seconds")
 
 
 class Reached(NamedTuple):
-    """The epochs, seconds and steps of training until a test reached a target."""
+    """The epochs, seconds and steps of training until a test result reached a target."""
 
     epochs: float
     seconds: float
@@ -31,7 +31,7 @@ class Curve:
     """The test results of a run after each epoch, and the steps and seconds until then.
 
     Attributes:
-        scales: the epoch and `kl_scale` of each line of metrics that contains one.
+        scales: the epoch and `kl_scale` of each line of metrics that contains `kl_scale`.
     """
 
     measure: Measure
@@ -43,17 +43,17 @@ class Curve:
 
     @property
     def shortened(self) -> int:
-        """The number of lines of metrics whose step was shortened by the clip."""
+        """The number of lines of metrics whose step was shortened by K-FAC's clip."""
         return sum(scale < 1 for _, scale in self.scales)
 
     @property
     def bound(self) -> bool:
-        """Whether the clip shortened nearly all steps, as far as the metrics show."""
+        """Whether K-FAC's clip shortened nearly all steps, as far as the metrics show."""
         return self.shortened >= NEARLY_ALL * max(1, len(self.scales))
 
     @property
     def best(self) -> float:
-        """The best value."""
+        """The best test result."""
         return self.measure.best(self.values)
 
     def reached(self, target: float) -> Reached | None:
@@ -103,7 +103,7 @@ def _is_number(value: object) -> bool:
 
 
 def curve(rows: Collection[Mapping[str, Any]], measure: Measure) -> Curve:
-    """Return the curve of a run, given its lines; it is empty before the first epoch has ended."""
+    """Return a run's curve, given its lines of metrics; empty before the first epoch has ended."""
     ends = [row for row in rows if measure.key in row]
     columns = {"steps": "step", "epochs": "epoch", "seconds": "seconds", "values": measure.key}
     scales = [(row["epoch"], row["kl_scale"]) for row in rows if "kl_scale" in row]
@@ -112,7 +112,7 @@ def curve(rows: Collection[Mapping[str, Any]], measure: Measure) -> Curve:
 
 
 def measure_of(rows: Iterable[Mapping[str, Any]]) -> Measure:
-    """Return a run's measure, given its lines, or accuracy if no epoch has ended yet."""
+    """Return a run's test metric, given its lines of metrics; accuracy if no epoch has ended."""
     keys = {key for row in rows for key in row}
     return next(
         (measure for measure in MEASURES.values() if measure.key in keys), MEASURES["accuracy"]

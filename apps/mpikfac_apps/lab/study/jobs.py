@@ -32,10 +32,10 @@ LOOK = 1.0  # seconds between two checks of a running job
 PATIENCE = 60.0  # seconds within which a job must end
 CELLS = "MPIKFAC_CELLS"
 """The environment variable that holds the directory of the cells, in the processes of a job."""
-KILLED = 128  # added to the number of the signal that has ended a rank
+KILLED = 128  # the exit code of a rank ended by a signal, minus the signal's number
 # A note printed by an MPI launcher.
 NOTE = re.compile(r"^(-{60,}|={60,})$.*?^\1$", re.MULTILINE | re.DOTALL)
-FORM = {"code": int, "why": str, "seconds": float}  # the fields of a result
+FORM = {"code": int, "why": str, "seconds": float}  # the required fields of result.json
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Result:
 
     Attributes:
         code: the exit code; 0 if the run is complete.
-        why: for a failure, the most useful line of the output.
+        why: the reason for a failure, usually a line of the output; "" if the run is complete.
         seconds: the time from the start to the end of the job, including start-up and evaluations.
         cores: the number of cores available to the study's own process; None for a job that Slurm
             queued.
@@ -60,11 +60,11 @@ class Result:
 
 
 def result(directory: Path) -> Result | None:
-    """Return the result of the cell in a directory; None if the cell has not ended.
+    """Return the result of the cell in a directory; None if its last job has not ended.
 
     Raises:
-        ValueError: the file is damaged.
-        OSError: the file cannot be read.
+        ValueError: result.json is damaged.
+        OSError: result.json cannot be read.
     """
     try:
         content = files.read_form(directory / "result.json", FORM, files.SMALL)
@@ -78,8 +78,8 @@ def run(
 ) -> Result:
     """Run a cell, and record the result; after an interruption, resume from the newest checkpoint.
 
-    `watch` is called every second. Processes on this host that an earlier start has left behind are
-    ended first.
+    `watch` is called every second. Processes on this host that an earlier start of the study
+    has left behind are ended first.
 
     An interruption of the study's process also ends the job; the cell then has no result.
 

@@ -1,4 +1,4 @@
-"""Measures of a run's tests: which values are better, and how they are formatted."""
+"""Test metrics: which values are better, and how values are formatted."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:  # `mpikfac compare` does not import torch
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure of a run's tests.
+    """A metric that is computed in a run's tests, such as accuracy.
 
     Attributes:
-        name: the name used in text.
+        name: the metric's name in text.
         best: returns the best of several values.
         worst: returns the worst of several values.
         perfect: the best possible value.
         scale: the factor by which values are multiplied on the axis of a picture.
-        axis: the title of the axis.
+        axis: the title of this axis.
     """
 
     name: tasks.Measure
@@ -35,7 +35,7 @@ class Measure:
 
     @property
     def key(self) -> str:
-        """The key of a value in lines of metrics, such as "test_accuracy"."""
+        """The metric's key in the lines of metrics.jsonl, such as "test_accuracy"."""
         return f"test_{key_of(self.name)}"
 
     def reaches(self, value: float, target: float) -> bool:
@@ -43,7 +43,7 @@ class Measure:
         return self.best((value, target)) == value
 
     def reached_by_all(self, bests: Sequence[float]) -> float:
-        """Return a round value that the best values of all runs reach."""
+        """Return a value with three decimals that all runs reach, given their best values."""
         thousandths = 1000 * self.worst(bests)
         return self.worst((math.floor(thousandths), math.ceil(thousandths))) / 1000
 
@@ -52,13 +52,13 @@ class Measure:
         return self.worst((value, self.scale * self.perfect))
 
     def limits(self, middles: Sequence[float]) -> tuple[float, float]:
-        """Return the ends of an axis, given each run's value halfway through training."""
+        """Return the ends of a picture's axis, given each run's value halfway through training."""
         best, worst = self.scale * self.perfect, self.scale * self.worst(middles)
         low, high = sorted((best + (best - worst) / 100, worst + (worst - best) / 10))
         return low, high
 
     def target(self, value: float) -> float:
-        """Return the value of a target; an accuracy can also be given in per cent.
+        """Return a target as a value of the metric; an accuracy can also be given in per cent.
 
         Raises:
             ValueError: an accuracy is above 100 per cent.
@@ -83,10 +83,10 @@ MEASURES: dict[tasks.Measure, Measure] = {
 
 
 def common(measures: Iterable[Measure]) -> Measure:
-    """Return the measure of several runs.
+    """Return the test metric that several runs share.
 
     Raises:
-        ValueError: runs have different measures.
+        ValueError: the runs have different test metrics.
     """
     first, *others = {measure.name: measure for measure in measures}.values()
     if others:

@@ -22,10 +22,10 @@ class StudyProgress:
     """The progress of a study: on a terminal, a line that changes; otherwise, a line per minute.
 
     The remaining time is an estimate: cells that have not run yet are assumed to take as long as
-    finished cells on average, and the running cell to continue at its pace.
+    complete cells on average, and the running cell to continue at its pace.
 
     Attributes:
-        seconds: the time that each finished cell took, in this and in earlier starts of the study.
+        seconds: the time that each complete cell took, in this and in earlier starts of the study.
     """
 
     def __init__(self, cells: Sequence[Cell], directory: Path) -> None:
@@ -43,7 +43,7 @@ class StudyProgress:
         self._begun = self._shown = time.monotonic()
 
     def look(self, number: int, cell: Cell) -> None:
-        """Show the running cell, which has position `number`; a log gets a line every minute."""
+        """Show the progress of the running cell, at position `number`; in a log, once a minute."""
         now = time.monotonic()
         if not self.on_terminal and now - self._shown < LINE_EVERY:
             return
@@ -56,7 +56,7 @@ class StudyProgress:
         sys.stdout.flush()
 
     def end(self, number: int, cell: Cell, how: str, seconds: float | None) -> None:
-        """Print that a cell has ended; the `seconds` of a complete run are used for estimates."""
+        """Print `how` a cell ended; the `seconds` of a complete run are used for estimates."""
         if seconds is not None:
             self.seconds.append(seconds)
         remaining = self._remaining(number, 0.0, 1.0)
@@ -64,7 +64,7 @@ class StudyProgress:
         print(f"{CLEAR}{line}" if self.on_terminal else line, flush=True)
 
     def heading(self, number: int, cell: Cell) -> str:
-        """Return the number and the name of a cell."""
+        """Return a cell's number and name as text, with the total number of cells."""
         return f"[{number}/{len(self.cells)}] {cell.label}"
 
     def _remaining(self, number: int, elapsed: float, done: float) -> str:

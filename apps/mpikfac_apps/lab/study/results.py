@@ -46,12 +46,12 @@ GROUPS = {
     ),
     "optimizer": (names.OPTIMIZER,),
 }
-"""Stages of a step by name in a report; all other stages are "other"."""
+"""The stages of a step in each group of a report; all other stages are in the group "other"."""
 WAITING, OTHER = "waiting", "other"
 BUSY = 0.1
 """The fraction of the cores that other work can use before a cell's times are unreliable."""
 # Options and choices about devices, transport and records change results only by rounding. All
-# options outside these sets change results.
+# options outside the sets below change results.
 WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
     *("exit_code", "watchdog_timeout", "shrink", "log_every", "trace_steps", "threads", "metrics"),
@@ -84,7 +84,7 @@ class Measured:
         result: how the run ended; None before its end.
         environment: the host, versions and command, as recorded by the run; empty if it recorded
             nothing.
-        curve: the results of tests over time; empty before the first epoch has ended.
+        curve: the test results over time; empty before the first epoch has ended.
         train_loss: the mean training loss of the first epoch; None before it has ended.
         step_seconds: the mean seconds per step in each interval between two lines of metrics.
         communication: the fraction of the time in collectives, including waiting; None if it was
@@ -94,7 +94,8 @@ class Measured:
         traced_seconds: the time of a traced step, averaged over steps and ranks; None without a
             trace.
         counted: the bytes that a rank passed to MPI in a traced step, averaged over ranks; None
-            without a trace of whole intervals, or if messages overlap its beginning or end.
+            without a trace of whole intervals, or if overlapped messages can cross its beginning or
+            end.
         interval: the number of steps after which the sequence of messages repeats.
         wire: the bytes that a rank sends per step if collectives are rings, according to the plan,
             averaged over ranks and over `interval` steps.
@@ -126,7 +127,7 @@ class Measured:
 
     @property
     def pending(self) -> bool:
-        """Whether the study still has to run the cell, or the rest of it."""
+        """Whether the study still has to run the cell, or the rest of an interrupted run."""
         return self.state in ("begun", "not run")
 
     @property
@@ -175,7 +176,7 @@ class Measured:
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
-        """The time of a traced step by group, averaged over ranks; empty without a trace."""
+        """The time of a traced step by group of stages, averaged over ranks; empty if untraced."""
         if not self.stages or self.traced_seconds is None:
             return {}
         parts = dict.fromkeys([*GROUPS, WAITING, OTHER], 0.0)
@@ -225,7 +226,7 @@ def _json(path: Path, form: Any) -> dict[str, Any]:
     """Return the content of a JSON file; empty if the file is missing or incomplete.
 
     Raises:
-        ValueError: the file has a different structure.
+        ValueError: the content does not have the structure `form`.
     """
     try:
         content = files.read_json(path)
@@ -308,7 +309,10 @@ def _planned(cell: Cell) -> dict[str, Any]:
 def _kinds(
     plan: mpikfac.plan.Plan, factor_update_steps: int, inv_update_steps: int
 ) -> Iterator[tuple[bool, bool, int | None]]:
-    """Yield, for each step, whether factors and a refresh are due, and the slot (or None)."""
+    """Yield, for each step, whether factors and a refresh are due, and the refresh's slot.
+
+    The slot is None if no refresh is due, or if refreshes are not staggered.
+    """
     stagger = plan.strategy.refresh.stagger
     turn = inv_update_steps // stagger
     for step in range(math.lcm(factor_update_steps, inv_update_steps)):

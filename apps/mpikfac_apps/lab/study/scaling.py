@@ -29,7 +29,7 @@ STRATEGIES = tuple(
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps that an optimizer needs to reach the target with a given batch size.
+    """The steps that an optimizer needs to reach the target test result with a given batch size.
 
     Attributes:
         cell: a cell of the variant that needs the fewest steps.
@@ -46,14 +46,14 @@ class Steps:
 
     @property
     def kind(self) -> str:
-        """The optimizer, with the strategy if it changes results."""
+        """The optimizer's name, with the strategy's name if the strategy changes results."""
         options = self.cell.cell.options
         label = f"kfac ({options.distribution.strategy})"
         return label if other_estimator(options) else self.optimizer
 
     @property
     def batch(self) -> int:
-        """The images per step on all ranks."""
+        """The number of images per step on all ranks together."""
         return self.cell.cell.options.step_batch
 
 
@@ -78,10 +78,11 @@ class Forecast:
 
 
 def steps_to_target(cells: Sequence[Measured], target: float) -> list[Steps]:
-    """Return the fewest steps to the target by kind and batch, in the order of the cells.
+    """Return the fewest steps to the target for each kind of optimizer and batch size.
 
-    A variant counts if all of its seeds are complete and reached the target. Of the variants with
-    the same kind and batch, only those with the most seeds count.
+    They are in the order of the cells. A variant counts if all of its seeds are complete and
+    reached the target. Of the variants with the same kind and batch size, only those with the most
+    seeds count.
     """
     variants: dict[str, list[Measured]] = {}
     for cell in cells:
@@ -104,9 +105,10 @@ def _order(steps: Steps) -> tuple[int, float]:
 
 
 def efficient_batches(steps: Sequence[Steps]) -> dict[str, int]:
-    """Return, by kind, the largest batch that needs at most twice as many images as the best batch.
+    """Return, for each kind of optimizer, the largest batch size that is still efficient.
 
-    This is the critical batch of [McCandlish et al. 2018]. Kinds with a single batch are left out.
+    It needs at most twice as many images to the target as the best batch size. This is the critical
+    batch of [McCandlish et al. 2018]. Kinds with a single batch size are left out.
     """
     images: dict[str, dict[int, float]] = {}
     for each in steps:
@@ -138,7 +140,7 @@ def forecasts(
 
 
 def optimizer_seconds(cells: Sequence[Measured]) -> dict[str, float]:
-    """Return the time of the optimizer's own part of a step, by optimizer, from traces."""
+    """Return the mean time of the optimizer stage of traced steps, in seconds, by optimizer."""
     seconds: dict[str, list[float]] = {}
     for cell in cells:
         if cell.complete and cell.breakdown:
@@ -150,7 +152,7 @@ def optimizer_seconds(cells: Sequence[Measured]) -> dict[str, float]:
 def _steps_at(
     machine: mpikfac.predict.Machine, ranks: int, measured: Steps, slower: Mapping[str, float]
 ) -> Iterator[tuple[str, float]]:
-    """Yield the name and the predicted time of a step, for each strategy of an optimizer."""
+    """Yield the name and the predicted step time of each of an optimizer's strategies."""
     options, optimizer = measured.cell.cell.options, measured.optimizer
     if measured.batch % ranks:
         return
@@ -183,7 +185,8 @@ def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> flo
     """Return the predicted time per step, averaged over steps, in seconds.
 
     Raises:
-        ValueError: the options are invalid for the number of ranks, or the machine has no times.
+        ValueError: the options are invalid for the number of ranks, or the machine has no times
+            for the network.
     """
     job = job_of(options, ranks, inv_update_steps(options, ranks))
     return mpikfac.predict.simulate(plan_of(options, ranks), machine, job).mean.seconds

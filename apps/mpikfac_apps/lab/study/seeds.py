@@ -21,18 +21,18 @@ OF_A_RUN = {"seed", "run_dir", "resume"}
 """Options that differ between the seeds of a variant."""
 NAMED = 4  # maximum number of variants that a sentence names; more are only counted
 LEAST = 3
-"""The minimum number of seeds for an interval; for two, it would be 13 times the range."""
+"""The minimum number of seeds for an interval; for two, it would be 13 times their range."""
 
 
 @dataclass(frozen=True)
 class SeedMean:
-    """The mean of several runs, their range, and the 95 % interval around the mean.
+    """The mean of a value over runs, the range of values, and the 95 % interval around the mean.
 
     Attributes:
         half: half the length of the interval; None for fewer runs than `LEAST`.
         count: the number of runs.
-        low: the lowest value of a run.
-        high: the highest value of a run.
+        low: the lowest value of any run.
+        high: the highest value of any run.
     """
 
     mean: float
@@ -55,7 +55,7 @@ class SeedMean:
         return SeedMean(factor * self.mean, half, self.count, low, high)
 
     def overlaps(self, mean: SeedMean) -> bool:
-        """Return whether the intervals (or ranges) overlap.
+        """Return whether the interval (or range) overlaps with that of another mean.
 
         A single run overlaps with everything, because it shows no spread.
         """
@@ -65,7 +65,7 @@ class SeedMean:
 
     @property
     def around(self) -> tuple[float, float, float]:
-        """The lower end, the mean and the upper end; see `ends`."""
+        """The lower end, the mean and the upper end of the interval (or range)."""
         return self.ends[0], self.mean, self.ends[1]
 
     def covers(self, value: float) -> bool:
@@ -90,7 +90,7 @@ class SeedMean:
 
 
 def mean_of(values: Iterable[float | None]) -> SeedMean | None:
-    """Return the mean and the interval of the known values; None if no value is known.
+    """Return the mean and the interval of all values except None; None if there are none.
 
     The interval uses Student's t, which assumes independent and normally distributed values.
     """
@@ -106,7 +106,8 @@ def mean_of(values: Iterable[float | None]) -> SeedMean | None:
 def student(freedom: int) -> float:
     """Return Student's t for a 95 % interval, accurate to 0.2 %.
 
-    Beyond the table, it is expanded around the normal quantile (Abramowitz and Stegun, 26.7.5).
+    For more than 9 degrees of freedom, it is expanded around the normal quantile (Abramowitz and
+    Stegun, 26.7.5).
     """
     if freedom <= len(STUDENT):
         return STUDENT[freedom - 1]

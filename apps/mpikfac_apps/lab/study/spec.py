@@ -74,7 +74,7 @@ class Cell:
         chosen: the options that the cell's strategy and axes set.
         arguments: the command line with all options of the cell, without the study's own options.
         options: the parsed and checked arguments.
-        plan: the messages of the run.
+        plan: the planned messages of the run.
     """
 
     strategy: str
@@ -89,7 +89,7 @@ class Cell:
 
     @property
     def measure(self) -> Measure:
-        """The measure of the run's tests."""
+        """The metric that the run's tests compute."""
         return MEASURES[models.network(self.options.model).task.measure]
 
     @property
@@ -117,10 +117,11 @@ class Study:
     Attributes:
         machine: the machine for which step times are predicted; None for no predictions.
         predict_ranks: the numbers of ranks for which the time to the target is predicted.
-        measure: the measure of all cells' tests.
+        measure: the metric that the tests of all cells compute.
         target: the test result for which times are reported; None for the value that all complete
             cells reached.
-        left_out: the labels of combinations that cannot run on their number of ranks, and why.
+        left_out: for each combination that cannot run on its number of ranks, its label and the
+            reason.
         text: the text of the file.
     """
 
@@ -175,7 +176,7 @@ def slug(name: str) -> str:
 
 
 def _checked(content: Any) -> dict[str, Any]:
-    """Return the content of the file, with all keys, and with values of the right types."""
+    """Return the content of a study's file, with all keys, and with values of the right types."""
     if not isinstance(content, dict):
         raise ValueError("the file must have lines of the form `key: value`")
     for key in content:
@@ -247,7 +248,7 @@ def _matrices(content: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _axes(
     where: str, matrix: Mapping[str, Any], strategies: Mapping[str, Any]
 ) -> dict[str, list[Any]]:
-    """Return the matrix with strategy and ranks first, after checking every value on its own."""
+    """Return a matrix's axes, strategy and ranks first, after checking every value on its own."""
     axes = {"strategy": matrix.get("strategy"), "ranks": matrix.get("ranks"), **matrix}
     for key, values in axes.items():
         _check_list(f"{where}.{key}", values)
@@ -282,11 +283,11 @@ def _hint(name: object, names: Mapping[str, Any] | Sequence[str]) -> str:
 
 
 def _expanded(content: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, str]]]:
-    """Return the cells, and the combinations that cannot run.
+    """Return the cells, and the labels of combinations that cannot run, with the reasons.
 
     Raises:
-        ValueError: no number of ranks in a matrix can use some options, or two cells have the same
-            name.
+        ValueError: a strategy with some values cannot run on any number of ranks in its matrix, or
+            two cells have the same name.
     """
     cells: list[Cell] = []
     left_out: list[tuple[str, str]] = []
@@ -307,7 +308,7 @@ def _expanded(content: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, s
 def _cells_of(
     content: Mapping[str, Any], matrix: Mapping[str, list[Any]], several: Collection[str]
 ) -> tuple[list[Cell], list[tuple[str, str]]]:
-    """Return the cells of a matrix, and the combinations that cannot run."""
+    """Return the cells of a matrix, and combinations that cannot run, as `_expanded` does."""
     cells: list[Cell] = []
     left_out: list[tuple[str, str]] = []
     for strategy, axes in _combinations(matrix):
@@ -331,7 +332,7 @@ def _cells_of(
 
 
 def _combinations(matrix: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each strategy with each combination of the axes other than ranks."""
+    """Yield each strategy with each combination of values on the axes other than ranks."""
     others = {key: values for key, values in matrix.items() if key not in ("strategy", "ranks")}
     for strategy, *values in itertools.product(matrix["strategy"], *others.values()):
         yield strategy, dict(zip(others, values))
@@ -365,7 +366,7 @@ def _lasting_intervals(options: Options, ranks: int, growing: Collection[str]) -
     """Return arguments that set K-FAC's default intervals to their final values from the start.
 
     By default, intervals are shorter in the first steps of a run, but a study compares whole
-    intervals. Intervals that are `growing` are not set.
+    intervals. The intervals in `growing`, which the study sets to null, are left as they are.
     """
     if options.optimizer != "kfac":
         return []
@@ -419,13 +420,13 @@ def _image(options: Options) -> tuple[int, ...] | None:
 
 
 def shown_interval(options: Options, ranks: int) -> int:
-    """Return the number of steps per line of metrics and trace, a multiple of both intervals."""
+    """Return the steps per line of metrics and per trace, a multiple of both K-FAC intervals."""
     interval = math.lcm(options.kfac.lasting_factor_update_steps, inv_update_steps(options, ranks))
     return interval * max(1, math.ceil(LEAST_SHOWN / interval))
 
 
 def inv_update_steps(options: Options, ranks: int) -> int:
-    """Return the steps between two refreshes, as set by the option, the strategy or the default.
+    """Return the number of steps between refreshes: set by the option, the strategy or the default.
 
     If the option is a schedule by epoch, its value at epoch 0 is returned.
     """

@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the cells that are not complete, and write the report.
 
     Returns:
-        0, or 1 if a cell failed, 2 if the study is invalid, 75 if the study was stopped early.
+        0, or 1 if a cell failed, 2 if the study is invalid or a file cannot be used, 75 if the
+        study was stopped early, 130 if it was interrupted.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(study: Study, directory: Path) -> int:
-    """Run the cells that are not complete; return the exit code.
+    """Run the cells that are not complete; return the exit code of the study.
 
     Raises:
         ValueError: no launcher is found, or another study is using the directory.

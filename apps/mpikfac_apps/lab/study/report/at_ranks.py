@@ -37,10 +37,10 @@ THIN = {"linewidth": 0.7, "markersize": 2.5, "alpha": 0.55}
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page; without forecasts, all values are empty.
+    """The part of the page about many ranks; without forecasts, only `sentences` can have entries.
 
     Attributes:
-        table: the texts and the values to sort by, grouped by number of ranks.
+        table: the texts of the rows and the values to sort by, grouped by number of ranks.
     """
 
     rows: Sequence[Row] = ()
@@ -85,7 +85,7 @@ def rows(forecasts: Sequence[Forecast]) -> list[Row]:
 
 
 def columns() -> list[Column]:
-    """Return the columns of the table."""
+    """Return the columns of the table of forecasts."""
     return [
         Column("optimizer", lambda row: str(row["name"])),
         column("batch", "batch", lambda batch: f"{batch:,}"),
@@ -98,7 +98,7 @@ def columns() -> list[Column]:
 
 
 def sentences(forecasts: Sequence[Forecast], measure: Measure, target: float) -> Iterator[str]:
-    """Yield a sentence about the largest number of ranks that several optimizers can use."""
+    """Yield a sentence about the largest number of ranks with forecasts for several optimizers."""
     shared = [
         ranks
         for ranks in {forecast.ranks for forecast in forecasts}
@@ -120,7 +120,7 @@ def sentences(forecasts: Sequence[Forecast], measure: Measure, target: float) ->
 
 
 def efficiency(steps: Sequence[Steps]) -> Iterator[str]:
-    """Yield a sentence about the largest batches that are used efficiently."""
+    """Yield a sentence about the largest batch that each kind of optimizer uses efficiently."""
     if largest := scaling.efficient_batches(steps):
         batches = ", ".join(f"{batch:,} ({kind})" for kind, batch in largest.items())
         yield (
@@ -130,7 +130,7 @@ def efficiency(steps: Sequence[Steps]) -> Iterator[str]:
 
 
 def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
-    """Plot steps against the batch size, and time against the number of ranks.
+    """Plot the steps to the target against batch size, and the time against the number of ranks.
 
     K-FAC's thick line follows its fastest strategy at each number of ranks.
     """

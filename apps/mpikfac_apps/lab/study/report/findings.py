@@ -21,7 +21,7 @@ TEST_IMAGES = {"digits": 360, "cifar10": 10_000, "cifar100": 10_000}
 def findings(
     cells: Sequence[Measured], target: float | None, letters: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield sentences about complete cells; sentences that qualify the others come first."""
+    """Yield sentences about complete cells; those that limit what the results show come first."""
     done = [cell for cell in cells if cell.complete and cell.step]
     if not done:
         yield "No cell is complete yet."
@@ -101,7 +101,7 @@ def _about_machine(done: Sequence[Measured]) -> Iterator[str]:
 
 
 def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
-    """Yield sentences about cells without an interval over seeds."""
+    """Yield sentences about variants without an interval over seeds, and on noise between seeds."""
     seeds = Counter((cell.cell.variant, cell.cell.ranks) for cell in done)
     once = sum(count == 1 for count in seeds.values())
     if once == len(seeds):
@@ -171,15 +171,15 @@ def _means(values: Mapping[str, Sequence[float | None]]) -> dict[str, SeedMean]:
 
 
 def _range(means: Mapping[str, SeedMean], show: Callable[[float], str]) -> str:
-    """Return the lowest and the highest mean as text."""
+    """Return the lowest and the highest of several means as text."""
     low, high = (show(f(mean.mean for mean in means.values())) for f in (min, max))
     return low if low == high else f"{low} to {high}"
 
 
 def against_sgd(cells: Iterable[Measured], cell: Measured) -> float | None:
-    """Return a cell's step time relative to that of SGD, on the same ranks and with the same seed.
+    """Return a cell's step time relative to that of SGD, with the same ranks and matrix values.
 
-    The result is None if there is no complete SGD cell.
+    The result is None if there is no complete SGD cell with these values.
     """
     base = baseline(cells, cell)
     return cell.step / base.step if base and base.step and cell.step else None
@@ -256,7 +256,7 @@ def _is_sgd(cell: Measured) -> bool:
 
 
 def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iterator[str]:
-    """Compare the losses of cells that compute the same results."""
+    """Compare the training losses of cells that compute the same results, except for rounding."""
     places: dict[Any, dict[str, float]] = {}
     for cell in done:
         if cell.train_loss is not None:
@@ -293,7 +293,7 @@ def _about_bytes(done: Sequence[Measured]) -> Iterator[str]:
 
 
 def _counts_differ(cell: Measured) -> bool:
-    """Return whether the bytes of a trace differ from the bytes of the plan."""
+    """Return whether the bytes counted in a cell's trace differ from the bytes of its plan."""
     return cell.counted is not None and abs(cell.counted - cell.handed) > 1e-6 * cell.handed
 
 
@@ -305,7 +305,7 @@ def _labels(labels: Sequence[str]) -> str:
 
 
 def baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
-    """Return the complete SGD cell with the same ranks and axes; None if there is none."""
+    """Return the complete SGD cell with the ranks and matrix values of `cell`, or None."""
     for candidate in cells:
         alike = (candidate.cell.ranks, candidate.cell.axes) == (cell.cell.ranks, cell.cell.axes)
         if alike and candidate.cell.options.optimizer == "sgd" and candidate.complete:

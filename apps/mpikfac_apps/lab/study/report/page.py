@@ -37,7 +37,7 @@ class Picture(NamedTuple):
 
     Attributes:
         figure: the picture; None if the cells have no data for it.
-        missing: the reason why a picture is missing.
+        missing: the reason that is shown if the picture is missing.
     """
 
     title: str
@@ -131,7 +131,7 @@ def _variants(
 ) -> list[tuple[str, str, str, list[str]]]:
     """Return each variant's name, letter, explanation and options.
 
-    The options include the settings of the strategy's name that the study does not set itself.
+    The options include the settings that the named strategy implies, unless the study sets them.
     """
     rows = {}
     for cell in cells:
@@ -169,7 +169,7 @@ def _options_of(cell: Measured) -> dict[str, Any]:
 
 
 def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> dict[str, float]:
-    """Return the predicted step time by label, for cells for which the machine file has times."""
+    """Return predicted step times by cell label, for cells for which the machine file has times."""
     seconds = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
@@ -228,7 +228,8 @@ def _pictures(
     """Yield all pictures of complete cells, including missing ones.
 
     Args:
-        best: the rows of the variants to show in the learning curves; if empty, all are shown.
+        best: the rows of the variants to show in the learning curves; if empty, all variants are
+            shown.
     """
     names = {(row["variant"], row["ranks"]) for row in best}
     shown = [cell for cell in cells if not best or (cell.cell.variant, cell.cell.ranks) in names]

@@ -82,7 +82,8 @@ def curves(
     """Plot test results against epochs, seconds and bytes sent, with a row per number of ranks.
 
     Args:
-        letters: the letter of each variant; one variant per letter is drawn.
+        letters: a letter for each variant; of variants with the same letter, which have the same
+            results, only one is drawn.
     """
     cells = [cell for cell in all_cells if cell.curve.steps]
     if not cells:
@@ -140,7 +141,8 @@ def bounds(all_cells: Sequence[Measured], letters: Mapping[str, str]) -> Figure 
     """Plot the factor by which a clip shortens steps, with a panel per number of ranks.
 
     Args:
-        letters: the letter of each variant; one variant per letter is drawn.
+        letters: a letter for each variant; of variants with the same letter, which have the same
+            results, only one is drawn.
     """
     cells = [cell for cell in all_cells if cell.curve.scales]
     if not any(cell.curve.shortened for cell in cells):
@@ -173,7 +175,7 @@ def _with_letters(
 def _scales(
     panel: Axes, runs: Sequence[Sequence[tuple[float, float]]], style: Mapping[str, Any], place: int
 ) -> None:
-    """Draw a variant's mean clip factor, with bars from the lowest to the highest value."""
+    """Draw the mean clip factor over a variant's runs, with bars from the lowest to the highest."""
     values = [[scale for _, scale in run] for run in runs]
     along = [epoch + SHIFT * place for epoch, _ in min(runs, key=len)]
     means = _line_of_means(panel, along, values, style)
@@ -187,7 +189,8 @@ def _three_curves(
     """Draw a variant's runs, one per seed, up to the last epoch that all runs completed.
 
     Args:
-        place: the variant's position, to draw a bar at the end only; None to draw a band.
+        place: the variant's position in the panel, to draw only a bar at the end of the curve;
+            None to draw a band.
     """
     runs, wire = [cell.curve for cell in seeds], seeds[0].wire
     measure = runs[0].measure
@@ -251,7 +254,7 @@ def _line_with_an_end(
     The bar ends at the best possible value.
 
     Args:
-        place: the variant's position, by which bars are moved apart.
+        place: the variant's position in the panel, by which the bars of variants are moved apart.
     """
     means = _line_of_means(panel, along, runs, style)
     if len(runs) > 1:
@@ -318,7 +321,7 @@ def _shade(panel: Axes, counts: Sequence[int], crowded: Collection[int]) -> None
 
 
 def _paces(cells: Sequence[Measured]) -> dict[str, dict[int, SeedMean]]:
-    """Return the mean images per second by number of ranks, for variants that have several."""
+    """Return the mean images per second by number of ranks, for variants on several numbers."""
     pace_lists: dict[str, dict[int, list[float]]] = {}
     for cell in cells:
         if cell.images_per_second:
@@ -332,7 +335,7 @@ def _paces(cells: Sequence[Measured]) -> dict[str, dict[int, SeedMean]]:
 
 
 def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> Figure | None:
-    """Plot measured against predicted step times; predictions are keyed by label."""
+    """Plot measured against predicted step times; predictions are keyed by cell label."""
     pairs = [
         (cell, predictions[cell.cell.label], cell.step)
         for cell in cells
@@ -380,7 +383,7 @@ def _title(cells: Sequence[Measured], ranks: int) -> str:
 
 
 def _mark(seeds: Sequence[Measured]) -> str:
-    """Return the mark of unreliable times if a cell shared the machine with other work."""
+    """Return the mark of unreliable times if any cell shared the machine with other work."""
     return MARK if any(cell.busy for cell in seeds) else ""
 
 

@@ -1,4 +1,4 @@
-"""Choose colours, markers, lines and ticks of pictures, and convert figures to files and pages.
+"""Choose colours, markers, lines and ticks for pictures, and convert figures to files or SVG.
 
 A picture uses the page's colours for text, grid and paper, so that it fits both a light and a dark
 page. Text is kept as text, which a reader can search, select and enlarge.
@@ -67,7 +67,7 @@ def styled() -> AbstractContextManager[None]:
 
 
 def variant_style(place: int) -> dict[str, Any]:
-    """Return the colour, marker and line of the variant at a position in a study's list."""
+    """Return the colour, marker and line for the variant at a position in a list of variants."""
     return {
         "color": SERIES[place % len(SERIES)],
         "marker": MARKERS[place % len(MARKERS)],
@@ -95,7 +95,7 @@ def bars_between(
     heights: Sequence[tuple[float, float, float]],
     style: Mapping[str, Any],
 ) -> None:
-    """Draw a vertical bar at each position, in the colour of a variant.
+    """Draw a vertical bar at each position, in the colour of a variant's style.
 
     Args:
         heights: the lower end, the mean and the upper end at each position.
@@ -151,7 +151,7 @@ def spread(heights: Sequence[float], apart: float) -> list[float]:
 
 
 def figure_file(figure: Figure, kind: str) -> bytes:
-    """Return a figure as a separate file, on white paper; equal figures give equal files.
+    """Return the bytes of a figure's file, on white paper; equal figures give equal files.
 
     Args:
         kind: "pdf", "png" or "svg".

@@ -18,7 +18,7 @@ from mpikfac_apps.text import NONE, brief, brief_mib, latex, ms, number, percent
 
 Row = dict[str, Any]
 Group = tuple[str, list[list[tuple[str, float | str]]]]
-"""A heading, and rows of texts, each with the value to sort by."""
+"""A heading, and rows of texts, each text with the value to sort by."""
 
 MESSAGES = ("factor messages", "basis messages", "gradient messages")
 
@@ -92,7 +92,7 @@ def rows(
 def _collectives(cell: Measured) -> tuple[float | None, float | None]:
     """Return the fractions of a step spent in collectives, and in waiting for other ranks.
 
-    The second one is None if it is unknown.
+    A fraction is None if it is unknown.
     """
     parts, step = cell.breakdown, cell.traced_seconds
     if not parts or not step:
@@ -156,7 +156,7 @@ def columns(measure: Measure, target: float | None, predicted: bool) -> list[Col
 
 
 def columns_of_means(measure: Measure, target: float | None) -> list[Column]:
-    """Return the columns of the table of means."""
+    """Return the columns of the table of means over seeds."""
     aim = measure.text(target)
     return [
         Column("variant", lambda row: str(row["variant"])),
@@ -177,7 +177,7 @@ def column(title: str, key: str, show: Callable[[Any], str]) -> Column:
 
 
 def _timed(plain: Column, *further: str) -> Column:
-    """Return a column of times, with a mark in the rows of busy cells.
+    """Return a column with a mark in the rows of busy cells, whose times are unreliable.
 
     Args:
         further: other keys whose values, if true, also mark a row.
@@ -222,7 +222,7 @@ def _reached(row: Row) -> str:
 
 
 def by_ranks(rows: Sequence[Row], columns: Sequence[Column]) -> list[Group]:
-    """Return the texts and values of all rows, grouped by number of ranks."""
+    """Return the texts of all rows, and the values to sort by, grouped by number of ranks."""
     groups: dict[int, list[list[tuple[str, float | str]]]] = {}
     for row in rows:
         groups.setdefault(row["ranks"], []).append([column.cell(row) for column in columns])
@@ -237,7 +237,7 @@ def by_ranks(rows: Sequence[Row], columns: Sequence[Column]) -> list[Group]:
 
 
 def parts_of_means(rows: Sequence[Row]) -> list[Row]:
-    """Return rows of means with plain values, such as "step_seconds_mean"."""
+    """Return rows of means with each mean split into plain values, such as "step_seconds_mean"."""
     averaged = {key for row in rows for key in row if isinstance(row[key], SeedMean)}
     parts = [field.name for field in fields(SeedMean)]
     plain = []
@@ -251,7 +251,7 @@ def parts_of_means(rows: Sequence[Row]) -> list[Row]:
 
 
 def as_latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """Return the texts of all rows as a LaTeX table, with the number of ranks after the name."""
+    """Return the texts of all rows as a LaTeX table whose second column is the number of ranks."""
     name, *further = columns
     shown = [name, Column("ranks", lambda row: str(row["ranks"])), *further]
     lines = [[column.show(row) for column in shown] for row in rows]

@@ -19,7 +19,7 @@ from mpikfac_apps.lab.study.report.style import STAGES, WIDTH, bar_style, styled
 from mpikfac_apps.lab.study.results import GROUPS, OTHER, Measured
 
 SHOWN = 6  # maximum number of timelines
-MOST_SLICES = 10**7  # slices times steps in the largest timeline that is drawn
+MOST_SLICES = 10**7  # maximum of slices times steps in a timeline that is drawn
 TRACE = {"traceEvents": [{"ph": str}]}
 SLICE = {"name": str, "pid": int, "ts": float, "dur": float}
 GROUP_OF = {stage: group for group, stages in GROUPS.items() for stage in stages}
@@ -105,7 +105,7 @@ def _trace(run: Path) -> list[dict[str, Any]]:
 
 
 def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the events of each step on all ranks; time 0 is the first start of the step."""
+    """Return the events of each step on all ranks; at time 0, the first rank begins the step."""
     spans: dict[str, list[Mapping[str, Any]]] = {}
     for event in events:
         if event["name"].startswith("step "):
@@ -125,7 +125,7 @@ def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str,
 
 
 def _within(event: Mapping[str, Any], spans: Mapping[int, tuple[float, float]]) -> bool:
-    """Return whether an event's middle is in its rank's step; rounding can shift the ends."""
+    """Return whether an event's middle is in its rank's step; rounding can shift its ends."""
     start, end = spans.get(event["pid"], (0.0, 0.0))
     return start <= event["ts"] + event["dur"] / 2 < end
 
