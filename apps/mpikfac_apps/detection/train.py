@@ -63,7 +63,9 @@ class DetectionOptions(ProgramOptions):
                 f"batch={self.batch} must be a multiple of the number of ranks ({ranks})"
             )
         if self.batch > self.images:
-            raise ValueError(f"batch={self.batch} is more than the {self.images} images")
+            raise ValueError(
+                f"batch={self.batch} must not exceed the number of images ({self.images})"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,9 +39,9 @@ def with_names(path: str, size: int) -> tuple[Listing, list[str]]:
     train = root / "train"
     test = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
     if not train.is_dir():
-        raise ValueError(f"data.path={path} has no folder train; {EXPECTED}")
+        raise ValueError(f"data.path={path} has no subfolder named train; {EXPECTED}")
     if test is None:
-        raise ValueError(f"data.path={path} has no folder val or test; {EXPECTED}")
+        raise ValueError(f"data.path={path} has no subfolder named val or test; {EXPECTED}")
     classes = folders(train)
     if not classes:
         raise ValueError(f"{train} has no folders of classes; {EXPECTED}")

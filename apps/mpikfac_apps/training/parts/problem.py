@@ -67,7 +67,8 @@ def load_data(comm: mpikfac.comm.Comm, options: Options) -> datasets.Dataset | L
         data = datasets.load(**{name: getattr(options.data, name) for name in names})
         largest = max(numbers_of(options.batches))
         if largest > len(data.train_images):
-            raise ValueError(f"batch={largest} is more than the {len(data.train_images)} images")
+            images = len(data.train_images)
+            raise ValueError(f"batch={largest} must not exceed the number of images ({images})")
     if options.data.cache is None:
         return data
     assert isinstance(data, Listing), "only packed files have this option"
