@@ -125,7 +125,7 @@ class Run(Loop):
             self.recording.write()
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> None:
-        """Take a training step on this rank's shard, in several passes if the options request it."""
+        """Take a training step on the rank's shard, in several passes if the options request it."""
         self.set_rate(step)
         in_parts = self.trainer.plan.of(self.comm.rank).parts
         passes = in_parts or self.options.accumulate
@@ -149,7 +149,7 @@ class Run(Loop):
         self.training.adapt(mean_loss, lambda: self._loss_after(step, first, parts))
 
     def _loss_after(self, step: int, first: int, parts: Sequence[tuple[Tensor, Tensor]]) -> float:
-        """Return the loss on the step's images after the step; the model's buffers do not change."""
+        """Return the loss on a step's images after the step, without changing the buffers."""
         problem, losses = self.problem, []
         statistics = [buffer.clone() for buffer in self.model.buffers()]
         with self.trainer.trace.stage("forward"), torch.no_grad():
@@ -204,7 +204,7 @@ class Run(Loop):
     # -- records ---------------------------------------------------------------------------------
 
     def report(self) -> None:
-        """Write a row of metrics for the steps since the last report; warn if the loss has grown."""
+        """Write metrics of the steps since the last report; warn if the loss has grown."""
         super().report()
         self._compare_with_first(self.meter.loss)
 
@@ -249,7 +249,7 @@ class Run(Loop):
         self.problem.batches.share_broken(self.comm)
 
     def _test(self, text: str, **numbers: float) -> None:
-        """Test the network, write the results to metrics.jsonl and the log, keep the best weights."""
+        """Test the network, write results to metrics.jsonl and the log, and keep the best weights."""
         problem, model = self.problem, self.model
         if self.average:
             model = problem.averaged_model(self.average)
@@ -304,12 +304,12 @@ class Run(Loop):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's items of a checkpoint: the state of the training, and averaged weights."""
+        """Return this rank's items of a checkpoint, including any averaged weights."""
         average = self.average.state() if self.average else {}
         return super().state() | self.training.state() | average
 
     def about(self) -> dict[str, Any]:
-        """Return the options, the ranks of the first start, the threads, and the image checksums."""
+        """Return the options, the ranks of the first start, the threads, and image checksums."""
         about = settings.about_run(self.options, self.comm.size)
         about |= {"ranks": self.begun_on, "threads": torch.get_num_threads()}
         return about | self.problem.checksums
@@ -319,7 +319,7 @@ class Run(Loop):
         return self.best.state()
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load the result of `state` from a checkpoint; keep weight decay and momentum as set now."""
+        """Load the result of `state`, but keep the weight decay and momentum of the options."""
         items: Mapping[str, Any] = checkpoint  # an item's name determines its type
         carried.check_momentum(self.options, items)
         numbers = decays_and_momenta(self.trainer.optimizer)

@@ -63,7 +63,7 @@ def _soap(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _by_layer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return LARS or LAMB, which make the length of each layer's step depend on its weights' norm."""
+    """Return LARS or LAMB, which scale each layer's step by the norm of the layer's weights."""
     from pytorch_optimizer import LARS, Lamb
 
     parameters, lr, beta = model.parameters(), options.rate, options.momentum
@@ -83,7 +83,7 @@ def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for key, value in state.items():
             if torch.is_tensor(value):
                 state[key] = laid_out(value, parameter)
-            elif isinstance(value, list):  # a list of matrices; an empty list in place of a matrix means that there is none
+            elif isinstance(value, list):  # matrices; an empty list stands for no matrix
                 state[key] = [m.contiguous() if torch.is_tensor(m) else m for m in value]
 
 

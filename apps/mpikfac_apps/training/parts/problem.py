@@ -26,7 +26,7 @@ from mpikfac_apps.training.parts.optimizers import Average, make_optimizer
 
 # Training images used to compute BatchNorm's statistics for averaged weights: total, per pass.
 SAMPLE, PASS = 1024, 128
-FURTHER = {"top5": "top-5", "voxel accuracy": "voxel accuracy"}  # named in logs after the main metric
+FURTHER = {"top5": "top-5", "voxel accuracy": "voxel accuracy"}  # logged after the main metric
 
 log = logging.getLogger("mpikfac.train")
 
@@ -154,7 +154,7 @@ class Problem:
             log.warning("%s", doubts)
 
     def averaged_model(self, average: Average) -> nn.Module:
-        """Return the model with averaged weights; a sample of images sets BatchNorm's statistics."""
+        """Return the model with averaged weights; sampled images set BatchNorm's statistics."""
         torch.manual_seed(self.options.seed)  # dropout is equal on all ranks
         return average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
 

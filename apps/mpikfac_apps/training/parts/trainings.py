@@ -131,7 +131,7 @@ class KfacTraining(Training):
             self.trainer.update_damping(loss.item(), after)
 
     def numbers(self) -> dict[str, float]:
-        """Return the factor by which the KL clip scales the step."""
+        """Return the factor by which the KL clip scaled the directions of the last step."""
         return {"kl_scale": self.trainer.kl_scale.item()}
 
 

@@ -114,7 +114,7 @@ def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Opt
     for key, value, file in settings.code_of(flat(options)):
         if not evaluation.trust:
             raise ValueError(f"{key}={value} would run {file}; if you trust the file, pass --trust")
-    data = dataclasses.replace(options.data, cache=None)  # a copy would not help, because images are read once
+    data = dataclasses.replace(options.data, cache=None)  # useless, as images are read once
     if evaluation.data_path is not None:
         data = dataclasses.replace(data, path=evaluation.data_path)
         check_data(data)
