@@ -65,9 +65,9 @@ def folders(path: Path) -> list[str]:
 
 
 def images_of(part: Path, classes: list[str]) -> Images:
-    """Return the images in the folders of the classes; a folder can be missing.
+    """Return the images of a part of the data set; the folder of a class can be missing.
 
-    Other kinds of files and hidden files are skipped.
+    Hidden files, and files whose suffix is not in `KINDS`, are skipped.
     """
     names: list[bytes] = []
     labels: list[int] = []

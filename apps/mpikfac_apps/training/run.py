@@ -249,7 +249,7 @@ class Run(Loop):
         self.problem.batches.share_broken(self.comm)
 
     def _test(self, text: str, **numbers: float) -> None:
-        """Test the network, write results to metrics.jsonl and the log, and keep the best weights."""
+        """Test the network, write results to metrics.jsonl and the log; keep the best weights."""
         problem, model = self.problem, self.model
         if self.average:
             model = problem.averaged_model(self.average)
