@@ -149,7 +149,7 @@ class GraphWork(Work):
         return self.trainer.state_dict() | self._late_rows()
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load the result of `state`; if the number of ranks differs, delayed rows restart from 0."""
+        """Load the result of `state`; if the number of ranks changed, delayed rows start at 0."""
         self.trainer.load_state_dict(checkpoint)
         late = self._late_rows()
         if all(name in checkpoint for name in late):

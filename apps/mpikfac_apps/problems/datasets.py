@@ -116,7 +116,7 @@ class Dataset:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """The checksums of training labels, training pixels and test set that a restart compares."""
+        """Checksums of training labels, training pixels and test set, for a restart to compare."""
         return {
             "images": _crc(self.train_labels),
             "pixels": _crc(self.train_images),
@@ -201,7 +201,7 @@ def unlabelled(train: Tensor, test: Tensor) -> Dataset:
 
 
 def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> Dataset:
-    """Return noisy images of 4x4 patterns, one pattern per class; a fifth of them is for testing."""
+    """Return noisy images of 4x4 patterns, one pattern per class; a fifth is for testing."""
     images, channels = images or 1024, 3
     generator = torch.Generator().manual_seed(0)
     total = images + max(1, images // 4)

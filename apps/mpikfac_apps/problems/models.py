@@ -180,7 +180,7 @@ def build(name: str, classes: int | None = None, channels: int | None = None) ->
 
 
 def skeleton(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
-    """Return a network whose shapes are needed, but not its weights; use the meta device if possible.
+    """Return a network of which only the shapes are needed, on the meta device if possible.
 
     Raises:
         ValueError: see `build`.

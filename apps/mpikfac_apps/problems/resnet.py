@@ -107,7 +107,7 @@ class CifarResNet(nn.Module):
 
 
 class ImageNetResNet(nn.Module):
-    """A ResNet with a 7x7 stem and four stages, for 224x224 pixels; at least 32x32 are needed."""
+    """A 7x7 stem and four stages, designed for 224x224 pixels but usable from 32x32 pixels on."""
 
     def __init__(
         self, block: ResidualBlock, blocks: list[int], classes: int, channels: int

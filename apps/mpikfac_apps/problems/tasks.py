@@ -1,8 +1,8 @@
 """What a network learns: the targets, the loss, and the metric.
 
 A classifier learns the labels of images. An autoencoder learns the pixels of its input. A
-language model learns to predict the next token of a text, and a segmenter the class of each voxel of
-a volume.
+language model learns to predict the next token of a text, and a segmenter the class of each voxel
+of a volume.
 """
 
 from __future__ import annotations

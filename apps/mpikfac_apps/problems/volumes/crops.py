@@ -77,7 +77,8 @@ def read(path: str | None = None) -> Volume:
     """Return the volume of a folder with image.nii.gz and labels.nii.gz, or of MNI152.
 
     Raises:
-        ValueError: a package is missing, or a file is not a volume, or does not match the other.
+        ValueError: a package is missing, a file is not a volume, or the two files do not match; the
+            message states a remedy.
     """
     if path is None:
         image, classes = template()
@@ -98,7 +99,7 @@ def read(path: str | None = None) -> Volume:
 def template() -> tuple[np.ndarray, np.ndarray]:
     """Return the T1 image of MNI152 and the classes: 1 for grey matter, 2 for white matter.
 
-    Each voxel has the class of the tissue that fills at least half of it, or 0 for neither tissue.
+    Each voxel has the class of the tissue that fills more than half of it, or 0 if neither does.
 
     Raises:
         ValueError: nilearn is not installed.
