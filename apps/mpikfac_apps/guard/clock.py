@@ -51,7 +51,7 @@ class Clock:
         return self._process.poll() is None
 
     def alarm(self, time: float) -> None:
-        """Set the time by which this process must set a later one or exit, or be killed 3 s later."""
+        """Set the time by which this process must report or exit; it is killed 3 s later."""
         self._numbers[counter.DEADLINE] = time
 
     def close(self) -> None:
