@@ -111,7 +111,7 @@ class Saver:
         self._writer.close()
 
     def _is_bare(self) -> bool:
-        """Return whether this start wrote or loaded a checkpoint, but rank 0 finds none on disk."""
+        """Return whether the directory had checkpoints in this start, but rank 0 finds none now."""
         root = self._writer.root
         bare = self._writer.comm.bcast(self.step >= 0 and _is_empty(root))
         if bare:
@@ -119,7 +119,7 @@ class Saver:
         return bool(bare)
 
     def _failed(self, error: mpikfac.UserError, last: bool) -> None:
-        """Continue without the checkpoint that failed, unless no later one will be written.
+        """Continue without the failed checkpoint; end the run if no later one could be written.
 
         Raises:
             UserError: it was the last checkpoint of the run, or ranks hold different values of the

@@ -231,7 +231,7 @@ class FileBatches:
         The worker processes also start to decode a later batch.
 
         Raises:
-            UserError: an image is broken, and the options do not allow to replace it.
+            UserError: an image is broken, and the options do not allow replacing it.
         """
         if not self._ahead or self._ahead[0][:2] != (epoch, index):
             self._ahead.clear()
@@ -340,7 +340,7 @@ def make_batches(
 
 
 def share(images: Tensor, labels: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Return a rank's contiguous shard of a data set; the shards of all ranks do not overlap."""
+    """Return a rank's contiguous shard of a data set; each image is in exactly one shard."""
     positions = slice(*bounds(len(images), rank, ranks))
     return images[positions], labels[positions]
 

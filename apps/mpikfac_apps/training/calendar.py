@@ -27,7 +27,7 @@ class EpochSpan:
 
 @dataclass(frozen=True)
 class Calendar:
-    """The steps of every epoch; images that do not fill a batch at its end are dropped.
+    """The steps of every epoch; images that do not fill the last batch of an epoch are dropped.
 
     Attributes:
         images: the number of training images.

@@ -47,6 +47,8 @@ class Restart:
     def report_carried(self, comm: mpikfac.comm.Comm, trainer: object) -> None:
         """Log which parts of the checkpoint are used, if another preconditioner wrote it.
 
+        Call this method after the checkpoint has been loaded.
+
         Collective over: comm.
         """
         if self.checkpoint is None or not isinstance(trainer, mpikfac.KFAC):

@@ -301,7 +301,7 @@ def check_images(before: Mapping[str, Any], now: Mapping[str, int]) -> None:
 
 
 def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
-    """Return the options, with the saved batch size if they set only the batch per rank.
+    """Return the options, with the saved batch size if they set `batch_per_rank`.
 
     Raises:
         ValueError: an option that a restart must keep differs, or the batch is not a multiple of

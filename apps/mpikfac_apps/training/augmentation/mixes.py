@@ -72,7 +72,7 @@ class Mixes:
 
 
 def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tensor, float]:
-    """Return the weighted means of images and their partners, in float32, and the image's weight.
+    """Return the weighted means of images and their partners, in float32, and the images' weight.
 
     The means are exact, because the weighted sum of two bytes has at most 24 bits.
 

@@ -1,4 +1,4 @@
-"""Divide the ranks of a run into groups; each trains a model, in a subfolder of the directory."""
+"""Divide the ranks of a run into groups; each trains a model in a subfolder of run_dir."""
 
 from __future__ import annotations
 

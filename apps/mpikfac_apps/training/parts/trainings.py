@@ -69,7 +69,7 @@ class Training:
         self.trainer.step()
 
     def adapt(self, loss: Tensor, loss_after: Callable[[], float]) -> None:
-        """Adapt the damping to the change of the loss in a step, if the options request it.
+        """Adapt the damping to the change of the loss in the step, if an adaptation is due.
 
         Args:
             loss: the mean loss before the step.
