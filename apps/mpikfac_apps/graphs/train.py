@@ -3,8 +3,8 @@
     mpirun -n 2 mpikfac train-graph
     mpirun -n 2 mpikfac train-graph --aggregate delayed --delay 5
 
-A rank computes the rows of its own nodes, which are the examples for K-FAC. With `--aggregate
-exact`, the results do not depend on the number of ranks.
+A rank computes the rows of its own nodes, which are the examples for K-FAC. With
+`--aggregate exact`, the results do not depend on the number of ranks.
 """
 
 from __future__ import annotations

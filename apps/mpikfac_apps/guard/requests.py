@@ -4,7 +4,7 @@
     touch RUN/control/stop          write a checkpoint at the next step and stop
 
 To request a stop, `mpikfac launch` writes the reason to a file `stop` in a directory of the job,
-because the run directory may not exist yet, and no signal is forwarded by all MPI launchers. A
+because the run directory may not exist yet, and no signal is forwarded by every MPI launcher. A
 request may reach only one rank; the caller passes it on to all ranks. Collective over: none.
 """
 
@@ -187,7 +187,7 @@ class Requests:
 
 
 def _take(control: Path) -> set[str]:
-    """Remove the control files, and return the names of those removed; storage may fail."""
+    """Remove the control files, and return the names of those removed; ignore OS errors."""
     taken = set()
     with suppress(OSError):
         # A listing is always up to date; looking up a name might return a stale, cached answer.

@@ -82,7 +82,7 @@ class Watchdog:
         self.enter("start-up", 0)
 
     def enter(self, phase: str, step: int) -> None:
-        """Record that all ranks begin a phase: "step", or another one, which has a longer limit."""
+        """Record that all ranks begin a phase: "step", or a different one with a longer limit."""
         with self._lock:
             if self._limit is None or self._ending:
                 return

@@ -22,7 +22,7 @@ log = logging.getLogger("mpikfac.train")
 
 @dataclass(frozen=True)
 class DecodeRequest:
-    """A request to decode images, which are being decoded.
+    """A request for images that are being decoded.
 
     Attributes:
         images: the list of images.

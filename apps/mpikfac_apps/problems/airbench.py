@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SEEN = 1000  # the number of training images from which the whitening is computed
-EPSILON = 5e-4  # added to the eigenvalues of patches, so that filters stay finite at variance 0
+EPSILON = 5e-4  # added to eigenvalues, to keep filters finite where patches have no variance
 BIAS_EPOCHS = 3  # epochs in which the bias of the first layer is trained
 
 

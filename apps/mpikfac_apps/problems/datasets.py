@@ -367,7 +367,7 @@ def flat_labels(labels: object) -> np.ndarray:
     """Return a list of integers as an array.
 
     Raises:
-        ValueError: `labels` is not a list of integers; it could, for example, contain itself.
+        ValueError: `labels` is not a list of integers; for example, it contains itself.
     """
     if not isinstance(labels, list) or any(type(label) is not int for label in labels):
         raise ValueError("labels are not a list of whole numbers")
@@ -407,7 +407,7 @@ class DataOnlyUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Source:
-    """The registry entry for a data set in `DATASETS`.
+    """An entry of the registry `DATASETS`: a data set, and the options that it supports.
 
     Attributes:
         load: returns the data set, given `images` and the options in `takes`.
