@@ -13,7 +13,7 @@ from mpikfac_apps.launching import programs
 from mpikfac_apps.launching.programs import PROGRAMS, RANK_VARIABLES
 
 EXTRA = ("docstring_parser", "jinja2", "jsonargparse", "matplotlib", "tabulate", "tqdm", "yaml")
-"""Modules that the extra `apps` installs; the library itself does not need them."""
+"""Modules that pip installs with `mpikfac[apps]`; the library itself does not need them."""
 
 
 def command() -> NoReturn:

@@ -30,10 +30,10 @@ def run(program: str, work: Callable[[], int]) -> int:
 
 
 def mend_streams() -> None:
-    """Redirect closed streams to the null device, and escape what a stream cannot encode.
+    """Redirect closed standard streams to the null device; escape text that cannot be encoded.
 
-    Otherwise, a file opened later would get the descriptor of a closed stream, and text written to
-    that stream would end up in the file.
+    If a stream stayed closed, a file opened later would get the stream's descriptor, and text
+    written to the stream would end up in that file.
     """
     for number in range(3):
         try:
@@ -91,10 +91,10 @@ def write_picture(figure: Figure, path: Path) -> None:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """Return the directory of a checkpoint: the path itself, or the newest checkpoint of a run.
+    """Return the directory of a checkpoint: `path` itself, or the newest checkpoint of a run.
 
     Raises:
-        ValueError: there is no complete checkpoint.
+        ValueError: the path contains no complete checkpoint.
     """
     if (path / "manifest.json").exists():
         return path

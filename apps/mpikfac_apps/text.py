@@ -28,7 +28,7 @@ def counts(text: str) -> tuple[int, ...]:
     """Parse whole numbers from 1 to `MOST` from a string such as "16,64".
 
     Raises:
-        ValueError: the string has a different form.
+        ValueError: a part of the string is not such a number.
     """
     for part in text.split(","):
         if not part.isdecimal() or not 1 <= int(part) <= MOST:
@@ -47,7 +47,7 @@ def number(of: int, what: str) -> str:
 
 
 def in_lines(words: Iterable[str], per_line: int = 4) -> list[str]:
-    """Return words as lines of `per_line` aligned columns."""
+    """Arrange words in aligned columns, `per_line` words per line, and return the lines."""
     cells = list(words)
     width = max(map(len, cells)) + 3
     lines = (cells[start : start + per_line] for start in range(0, len(cells), per_line))
@@ -55,7 +55,7 @@ def in_lines(words: Iterable[str], per_line: int = 4) -> list[str]:
 
 
 def share(target: float) -> float:
-    """Return a fraction (0 to 1) that is given as a fraction or, if above 1, as a percentage."""
+    """Return `target` as a fraction (0 to 1); a value above 1 is a percentage."""
     return target / 100 if target > 1 else target
 
 
@@ -65,14 +65,14 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def measured(measure: str, value: float | None, digits: int = 2) -> str:
-    """Format an "accuracy" (0 to 1) as a percentage, and any other measure as a number."""
+    """Format the metric "accuracy" (0 to 1) as a percentage, and any other metric as a number."""
     if measure == "accuracy" or value is None:
         return percent(value, digits)
     return f"{value:.4g}"
 
 
 def key_of(measure: str) -> str:
-    """Return a measure such as "bits per byte" in the form used in keys."""
+    """Return the name of a metric, such as "bits per byte", with underscores, for use in keys."""
     return measure.replace(" ", "_")
 
 

@@ -32,7 +32,7 @@ def directory_of(path: object) -> Path:
         ValueError: `path` is neither a str nor a pathlib.Path.
     """
     if not isinstance(path, str | Path):
-        raise ValueError(f"the path of checkpoints must be a str or a pathlib.Path, not {path!r}")
+        raise ValueError(f"the checkpoint path must be a str or a pathlib.Path, not {path!r}")
     return Path(path).expanduser()
 
 

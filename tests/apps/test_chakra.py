@@ -198,7 +198,7 @@ def assert_in_order(nodes):
         (["--strategy", "daso", "--export", "chakra:x"], "sync=daso takes steps without"),
         (
             ["--strategy", "median", "--export", "chakra:x"],
-            "only means, also in stage 'reduce",
+            "' aggregates with a rule other than the mean, which Chakra does not support; use",
         ),
         (
             ["--transport.virtual_ranks", "2", "--export", "chakra:x"],

@@ -118,7 +118,7 @@ def test_overlaps_of_boxes_and_of_full_masks():
     [
         (["--model=vgg"], "model=vgg must be one of small, resnet50"),
         (["--size=16"], "size=16 must be a whole number >= 32"),
-        (["--batch=9", "--images=8"], "options: batch=9 is more than the 8 images"),
+        (["--batch=9", "--images=8"], "options: batch=9 must not exceed the number of images (8)"),
         (["--kfac.lr=1"], "unknown key kfac.lr"),
     ],
 )

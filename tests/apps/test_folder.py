@@ -286,8 +286,8 @@ def test_a_file_that_is_no_image_is_told_the_formats(tmp_path):
 
 
 LAYOUTS = {
-    "nothing": ((), "has no folder train; pass a folder with train/CLASS"),
-    "no test": (("train/a/1.jpg",), "has no folder val or test; pass a folder with"),
+    "nothing": ((), "has no subfolder named train; pass a folder with train/CLASS"),
+    "no test": (("train/a/1.jpg",), "has no subfolder named val or test; pass a folder with"),
     "no class": (("train/1.jpg", "val/a/1.jpg"), "train has no folders of classes"),
     "another class": (
         ("train/a/1.jpg", "val/b/1.jpg"),

@@ -396,7 +396,7 @@ def test_other_images_or_classes_are_refused_in_one_line(tmp_path, capfd, before
     [
         ("--data.train_images=2000", "data.train_images=2000: digits has only 1437"),
         ("--data.test_images=361", "data.test_images=361: digits has only 360"),
-        ("--batch=720", "batch=720 is more than the 360 images"),
+        ("--batch=720", "batch=720 must not exceed the number of images (360)"),
     ],
 )
 def test_numbers_of_images_that_do_not_exist_are_refused_in_one_line(

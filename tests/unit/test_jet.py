@@ -275,9 +275,9 @@ def test_jets_and_tensors_of_other_shapes_are_refused():
     [
         (torch.rand(4), None, r"\[4\] must be floating point \[points, inputs\]"),
         (torch.ones(4, 2).long(), None, "int64"),
-        (torch.rand(4, 2), torch.eye(3), r"directions \[3, 3\] must be \[directions, 2\]"),
+        (torch.rand(4, 2), torch.eye(3), r"has shape \[3, 3\], but must have shape \[k, 2\]"),
         (torch.rand(4, 2), torch.ones(2), "directions"),
-        (torch.rand(4, 2), torch.ones(3, 1, 2), r"or \[4, directions, 2\]"),
+        (torch.rand(4, 2), torch.ones(3, 1, 2), r"or \[4, k, 2\], for k directions"),
         (torch.rand(4, 2), torch.ones(4, 2), r"one per point, .* use normals\[:, None\]"),
     ],
 )

@@ -13,7 +13,7 @@ HEADS = "roi_heads"  # the module whose inputs are boxes, not images
 
 
 def build(name: str, classes: int, size: int) -> nn.Module:
-    """Return a Mask R-CNN with initial weights.
+    """Return a Mask R-CNN with random initial weights.
 
     Args:
         name: a name in `NETWORKS`.
@@ -21,7 +21,7 @@ def build(name: str, classes: int, size: int) -> nn.Module:
         size: the height and width of images in pixels.
 
     Raises:
-        ValueError: torchvision is not installed, or does not match torch.
+        ValueError: torchvision is not installed, or its build does not match torch.
     """
     return NETWORKS[name](torchvision(), classes, size)
 
@@ -82,7 +82,7 @@ LEVELS = ["fine", "coarse"]
 
 
 class Pyramid(nn.Module):
-    """Four convolutions, and a feature pyramid at 1/4 and 1/8 of the resolution.
+    """Four convolutions, and a feature pyramid at 1/4 and 1/8 of the image's resolution.
 
     Attributes:
         out_channels: the number of channels at both levels; torchvision reads it.

@@ -6,8 +6,8 @@
     average   the mean, over all shapes of a class, of the best precision at which the shape is
               found; 0 for a shape that is never found
 
-The overlap is intersection over union. COCO's measure is different: it averages the precision
-over 101 recall values and ten minimum overlaps.
+The overlap is intersection over union. COCO's metric is different: it averages the precision over
+101 recall values and ten minimum overlaps.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ OVERLAP = 0.5
 
 @dataclass
 class Tally:
-    """The detections and shapes of a class.
+    """The detections and shapes of one class, from which its average precision is computed.
 
     Attributes:
-        judged: the score of each detection, and whether it is right.
-        shapes: the number of shapes.
+        judged: for each detection, its score, and whether it is right.
+        shapes: the number of shapes of the class.
     """
 
     judged: list[tuple[float, bool]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Tally:
 
     @property
     def average_precision(self) -> float:
-        """The area under the precision-recall curve; NaN if there are no shapes."""
+        """The area under the precision-recall curve; NaN if the class has no shapes."""
         if not self.shapes:
             return math.nan
         # Wrong detections come first among equal scores, so the order of images does not matter.
@@ -58,7 +58,7 @@ class Tally:
 def tallied(
     detections: Mapping[str, Tensor], target: Mapping[str, Tensor], overlaps: Tensor
 ) -> dict[int, Tally]:
-    """Return an image's tallies by class.
+    """Return the tally of each class in an image.
 
     Args:
         detections: the `scores` and `labels` of detections, `[detections]` each.
@@ -90,7 +90,7 @@ def right(overlaps: Tensor) -> list[bool]:
 
 
 def merged(parts: Sequence[Mapping[int, Tally]]) -> dict[int, Tally]:
-    """Merge the tallies of several sets of images."""
+    """Merge the tallies, by class, of several sets of images."""
     total: dict[int, Tally] = {}
     for part in parts:
         for label, tally in part.items():
@@ -122,5 +122,5 @@ def _areas(boxes: Tensor) -> Tensor:
 
 
 def _shares(common: Tensor, areas: Tensor, others: Tensor) -> Tensor:
-    """Return the intersection over union; 0 for two empty areas."""
+    """Return the intersections over unions, given common areas; 0 for two empty areas."""
     return common / (areas[:, None] + others[None] - common).clamp(min=1e-9)

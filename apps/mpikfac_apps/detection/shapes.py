@@ -1,4 +1,4 @@
-"""Generate images of shapes on noise, with boxes and masks, so that no data set is needed."""
+"""Generate images of shapes on noise, with their boxes and masks, as a data set without files."""
 
 from __future__ import annotations
 
@@ -57,11 +57,12 @@ class Shapes(Dataset[Example]):
 
 
 def shape(name: str, size: int, radius: float, centre: tuple[float, float]) -> Tensor:
-    """Return the mask `[size, size]` of a shape inside the square of side `2 radius`.
+    """Return the mask `[size, size]` of a shape inscribed in a square with side `2 radius`.
 
     Args:
-        name: "circle", "square" or "triangle", whose base is at the bottom.
-        centre: the row and column, in pixels.
+        name: "circle", "square", or "triangle" with its base at the bottom.
+        size: the height and width of the mask in pixels.
+        centre: the row and column of the centre of the square, in pixels.
     """
     middles = torch.arange(size) + 0.5
     down, right = (middles - centre[0])[:, None], (middles - centre[1])[None]

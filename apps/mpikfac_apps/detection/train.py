@@ -53,17 +53,19 @@ class DetectionOptions(ProgramOptions):
     run_dir: str = "runs/detection"
 
     def check(self, ranks: int) -> None:
-        """Check the batch.
+        """Check that ranks get shards of equal size, and that an epoch has at least one step.
 
         Raises:
-            ValueError: ranks would get uneven shards, or an epoch would have no steps.
+            ValueError: the batch is not a multiple of the number of ranks, or larger than an epoch.
         """
         if self.batch % ranks:
             raise ValueError(
                 f"batch={self.batch} must be a multiple of the number of ranks ({ranks})"
             )
         if self.batch > self.images:
-            raise ValueError(f"batch={self.batch} is more than the {self.images} images")
+            raise ValueError(
+                f"batch={self.batch} must not exceed the number of images ({self.images})"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +82,7 @@ class Detection(Work):
     Collective over: comm, as are all methods.
 
     Raises:
-        UserError: the options cannot be combined, or do not match the ranks.
+        UserError: the options cannot be combined, or do not fit the number of ranks.
     """
 
     measures = tuple(name.removeprefix("loss_") for name in LOSSES)
@@ -103,7 +105,7 @@ class Detection(Work):
         self._tests = Shapes(numbers, options.size, options.seed)
 
     def step(self, step: int) -> Taken:
-        """Take a step on the rank's shard of a batch."""
+        """Take a step on this rank's shard of the batch."""
         images, targets = zip(*(self._on_device(self._training[n]) for n in self._share(step)))
         # With this seed, torchvision samples the same anchors and boxes after a restart.
         torch.manual_seed(mixed(self.options.seed, step, self.comm.rank))
@@ -116,7 +118,7 @@ class Detection(Work):
         return Taken(losses.sum(), len(images), losses * len(images))
 
     def _share(self, step: int) -> list[int]:
-        """Return the indices of the rank's images in a step."""
+        """Return the indices of this rank's images in a step."""
         epoch, index = divmod(step, self.steps_per_epoch)
         draws = generator(self.options.seed, epoch)
         order = torch.randperm(len(self._training), generator=draws)
@@ -124,7 +126,7 @@ class Detection(Work):
         return batch.chunk(self.comm.size)[self.comm.rank].tolist()
 
     def test(self) -> dict[str, float]:
-        """Return the mean average precision of boxes and of masks over the test images."""
+        """Return the mean average precision of boxes and of masks on the test images."""
         boxes, masks = [], []
         self.model.eval()
         for number in range(len(self._tests)):

@@ -1,4 +1,4 @@
-"""Sum over neighbours that other ranks own: exactly, with a delay, from means, or not at all."""
+"""Sums over a node's neighbours, using exact, delayed, averaged or no rows of other ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 class Halo(NamedTuple):
-    """The rank's part of a graph, and the group of ranks that own the other parts.
+    """This rank's part of a graph, and the group of ranks among which the graph is divided.
 
     Attributes:
-        share: the fraction of the nodes that the rank owns.
+        share: the fraction of the graph's nodes that this rank owns.
     """
 
     group: mpikfac.comm.Group
@@ -33,16 +33,16 @@ class Halo(NamedTuple):
 
 
 def of_own(halo: Halo) -> Aggregate:
-    """Return an aggregate over the neighbours that the rank owns; it sends no messages."""
+    """Return a sum over those neighbours that this rank owns; it sends no messages."""
     return lambda rows: halo.part.own @ rows
 
 
 def of_all(halo: Halo, exchange: Exchange) -> Aggregate:
-    """Return an aggregate over the neighbours on all ranks.
+    """Return a sum over the neighbours on all ranks.
 
-    A rank's gradients are those of the mean loss over all ranks, divided by the rank's fraction of
-    the nodes, because the trainer multiplies by this fraction. Gradients are therefore rescaled on
-    their way to other ranks.
+    On each rank, gradients are those of the mean loss over all ranks, divided by the fraction of
+    the nodes that the rank owns, because the trainer multiplies them by this fraction. Gradients
+    that are sent to another rank are therefore rescaled.
 
     Collective over: group, forward and backward.
     """
@@ -56,7 +56,7 @@ def of_all(halo: Halo, exchange: Exchange) -> Aggregate:
 
 
 def in_time(halo: Halo) -> Exchange:
-    """Return an exchange of the current step's rows.
+    """Return an exchange of rows without delay: ranks receive the rows of the current step.
 
     Collective over: group, forward and backward.
     """
@@ -76,7 +76,7 @@ class Late:
     Args:
         width: the number of elements per row.
         delay: the delay in steps, at least 1.
-        clock: returns the number of the current step.
+        clock: returns the number of completed steps.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Late:
         return received
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the delayed rows and gradients, in transit and in use, by name."""
+        """Yield, by name, the delayed rows and gradients: those in use, and those in transit."""
         yield from (("rows", self._there.rows), ("gradients", self._back.rows))
 
 
@@ -106,10 +106,10 @@ class Sums(NamedTuple):
     """The sums over neighbours in a training run.
 
     Attributes:
-        halo: the part of the graph, with the rows to send.
-        first: the sum over features, which is computed once.
-        hidden: the sums over hidden rows, by layer.
-        late: the exchanges that keep rows between steps, by layer.
+        halo: this rank's part of the graph.
+        first: sums the features of neighbours, for the first layer; computed once.
+        hidden: for each further layer, sums the hidden rows of neighbours.
+        late: for each further layer, the exchange that delays rows; empty without delay.
     """
 
     halo: Halo
@@ -121,11 +121,13 @@ class Sums(NamedTuple):
 def sums_of(
     name: str, halo: Halo, widths: Sequence[int], delay: int, clock: Callable[[], int]
 ) -> Sums:
-    """Return the sums for a name in `AGGREGATES`.
+    """Return the sums over neighbours for a name in `AGGREGATES`.
 
     Args:
-        halo: the part of the graph; for "local", it contains only edges within ranks.
-        widths: the widths of hidden rows, by layer.
+        halo: this rank's part of the graph; for "local", it contains only edges within ranks.
+        widths: the width of the hidden rows that enter each layer except the first.
+        delay: for "delayed", the delay in steps; 0 for exact sums.
+        clock: for "delayed", returns the number of completed steps.
     """
     if name == "local":
         return Sums(halo, of_own(halo), [of_own(halo)] * len(widths))
@@ -139,10 +141,10 @@ def sums_of(
 
 
 class _Line:
-    """Delayed rows in one direction.
+    """Delayed rows in one direction: activations to their users, or gradients back to the owners.
 
     Attributes:
-        rows: `[2, received, width]`: the rows in use, and those in transit.
+        rows: the rows in use, and those in transit, `[2, received, width]`.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class _Line:
 def _of_turn(
     counts: Sequence[int], turn: int, delay: int, device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return the positions of the rows that are due, and the number of these rows for each rank."""
+    """Return the indices of the rows that are due in a turn, and their number for each rank."""
     places = np.concatenate([np.arange(count) for count in counts])
     of_turn = np.flatnonzero(places % delay == turn)
     return torch.from_numpy(of_turn).to(device), [len(range(turn, c, delay)) for c in counts]

@@ -1,4 +1,4 @@
-"""Create graphs whose nodes have features and classes: planted communities, or known graphs."""
+"""Create graphs whose nodes have features and classes: planted communities, or real graphs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Graph(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """The number of features."""
+        """The number of features per node."""
         return self.features.shape[1]
 
     @property
@@ -80,7 +80,7 @@ def package(name: str) -> Any:
 def planted(options: Planted, seed: int) -> Graph:
     """Return a graph with planted communities [Condon & Karp 2001] and noisy features.
 
-    The communities have random sizes, and the indices of nodes are unrelated to communities.
+    The communities have random sizes, and a node's index does not depend on its community.
     """
     draws = np.random.default_rng(seed)
     labels = draws.integers(options.communities, size=options.nodes)
@@ -122,7 +122,7 @@ def surface() -> Graph:
     """Return the left half of nilearn's brain surface fsaverage5 [Fischl et al. 1999].
 
     The 10,242 nodes are corners of triangles. The features are the standardised position, area and
-    thickness of the cortex; the class is whether a node is in a furrow.
+    thickness of the cortex; a node has class 1 if it is in a furrow, and class 0 otherwise.
 
     Raises:
         ValueError: nibabel or nilearn is not installed.
@@ -146,7 +146,7 @@ def graph_of(name: str, options: Planted, seed: int) -> Graph:
     """Return a graph by name.
 
     Raises:
-        ValueError: a package is not installed.
+        ValueError: a package that the graph needs is not installed.
     """
     known_graphs = {"planted": lambda: planted(options, seed), "karate": karate, "surface": surface}
     return known_graphs[name]()

@@ -13,7 +13,7 @@ from mpikfac_apps.graphs.data import Places
 from mpikfac_apps.graphs.parts import Weights, of_convolution, of_means
 
 Aggregate = Callable[[Tensor], Tensor]
-"""Maps rows `[own nodes, width]` to sums over each node's neighbours, in the same shape."""
+"""Maps rows `[own nodes, width]` to the sums of rows over each node's neighbours, same shape."""
 
 
 class Kind(NamedTuple):
@@ -21,8 +21,8 @@ class Kind(NamedTuple):
 
     Attributes:
         weights: returns the weights of the sums, given the edges and the number of nodes.
-        join: combines the nodes' rows and the sums over neighbours into the input of a layer.
-        times: the width of this input, as a multiple of the width of the rows.
+        join: combines the nodes' rows and the sums over their neighbours into a layer's input.
+        times: the width of a layer's input, as a multiple of the width of the rows.
     """
 
     weights: Callable[[Places, int], Weights]
@@ -38,7 +38,7 @@ KINDS = {
 
 
 class GraphNetwork(nn.Module):
-    """A graph network; the nodes are the examples of the layers.
+    """A graph network; for its linear layers, the nodes are the examples.
 
     Args:
         kind: a name in `KINDS`.
@@ -57,11 +57,11 @@ class GraphNetwork(nn.Module):
     def forward(self, inputs: Tensor, aggregates: Sequence[Aggregate]) -> Tensor:
         """Return logits `[own nodes, classes]`.
 
-        Collective over: see the aggregates.
+        Collective over: the same ranks as the aggregates.
 
         Args:
-            inputs: the result of `inputs()`.
-            aggregates: one for each layer except the first.
+            inputs: the result of the method `inputs`.
+            aggregates: for each layer except the first, the function that sums over neighbours.
         """
         first, *layers = self.layers
         rows = first(inputs)

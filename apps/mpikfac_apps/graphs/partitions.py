@@ -10,7 +10,7 @@ import numpy as np
 from mpikfac_apps.graphs.data import Graph, Places, package
 
 PASSES = 10
-SLACK = 1.05  # the maximum size of a part, relative to equal parts
+SLACK = 1.05  # the maximum size of a part, relative to parts of equal size
 
 
 def contiguous(_: Places, nodes: int, parts: int) -> Places:
@@ -19,7 +19,7 @@ def contiguous(_: Places, nodes: int, parts: int) -> Places:
 
 
 def greedy(edges: Places, nodes: int, parts: int) -> Places:
-    """Return the part of each node: the part with most of its neighbours, if there is room in it.
+    """Assign each node to the part with most of its neighbours, if there is room in it.
 
     A neighbour counts less the fuller its part is [Stanton & Kliot 2012]. The nodes are visited
     several times in breadth-first order: a neighbour that comes later in the order counts for the

@@ -1,4 +1,4 @@
-"""Restrict the sums over neighbours to a rank: its own rows, received rows, and rows to send."""
+"""Sums over neighbours on one rank: matrices for own rows, received rows, and rows to send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpikfac_apps.graphs.data import Numbers, Places
 
 
 class Weights(NamedTuple):
-    """The matrix of the sums over neighbours: positions and values of the nonzero elements."""
+    """The nonzero elements of the matrix that maps the rows of nodes to sums over neighbours."""
 
     rows: Places
     columns: Places
@@ -23,9 +23,10 @@ class GraphPart(NamedTuple):
     """The part of a graph that a rank stores.
 
     Attributes:
-        own: the weights of own rows in sums over neighbours, sparse, `[own, own]`.
-        halo: the weights of the rows that other ranks send, sparse, `[own, received]`.
-        sent: maps own rows to the rows to send, by receiver; sparse, `[sent, own]`.
+        own: the weights of the rank's own rows in the sums over neighbours; sparse, `[own, own]`.
+        halo: the weights of the rows that other ranks send; sparse, `[own, received]`.
+        sent: maps the rank's own rows to the rows to send, sorted by receiver; sparse,
+            `[sent, own]`.
         counts_out: the number of rows to send to each rank.
         counts_in: the number of rows received from each rank.
     """
@@ -37,7 +38,7 @@ class GraphPart(NamedTuple):
     counts_in: list[int]
 
     def to(self, device: torch.device) -> GraphPart:
-        """Return the part with its tensors on the device."""
+        """Return this part of a graph with its tensors on `device`."""
         own, halo, sent = (tensor.to(device) for tensor in (self.own, self.halo, self.sent))
         return self._replace(own=own, halo=halo, sent=sent)
 
@@ -76,7 +77,7 @@ def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
     nodes, ranks = len(owners), owners.max() + 1
     rows, columns, values = weights
     of_rank = np.flatnonzero(owners == rank)
-    places = np.zeros(nodes, np.intp)  # positions among own nodes and among received nodes
+    places = np.zeros(nodes, np.intp)  # indices among own nodes, or among received nodes
     places[of_rank] = np.arange(len(of_rank))
     # Distinct pairs of a receiver and a node, sorted by receiver and then by node.
     leaving = owners[rows] != owners[columns]
@@ -103,10 +104,10 @@ def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
 
 
 def with_means(part: GraphPart) -> GraphPart:
-    """Return a part that sends the mean of its rows instead of each row.
+    """Return a part of a graph that sends the mean of its rows instead of individual rows.
 
-    Ranks send a single row to each rank that owns neighbours, which approximates the subgraphs of
-    other ranks [Angerd et al. 2020].
+    A rank sends this single row to each rank that owns neighbours of its nodes; the receiver uses
+    it in place of each of the sender's rows, as an approximation [Angerd et al. 2020].
     """
     received, sent = (
         sum(count > 0 for count in counts) for counts in (part.counts_in, part.counts_out)

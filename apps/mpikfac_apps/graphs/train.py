@@ -3,8 +3,8 @@
     mpirun -n 2 mpikfac train-graph
     mpirun -n 2 mpikfac train-graph --aggregate delayed --delay 5
 
-A rank computes the rows of its own nodes, which are K-FAC's examples. With the exact aggregate, the
-results do not depend on the number of ranks.
+A rank computes the rows of its own nodes, which are the examples for K-FAC. With
+`--aggregate exact`, the results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class GraphWork(Work):
 
     Attributes:
         sums: the sums over neighbours in training.
-        trace: the seconds and bytes of every stage.
+        trace: the seconds and bytes of every stage of a step.
     """
 
     steps_per_epoch = 1
@@ -116,7 +116,7 @@ class GraphWork(Work):
         known = torch.from_numpy(split).to(device)
         self._known = known[torch.from_numpy(own).to(device)]
         self._labels = torch.from_numpy(graph.labels[own]).to(device)
-        self._weight = 1 / (share * int(known.sum()))  # as `aggregates.of_all` expects
+        self._weight = 1 / (share * int(known.sum()))  # see `aggregates.of_all`
 
     def step(self, step: int) -> Taken:
         """Take a step on all nodes; only nodes with known classes contribute to the loss."""
@@ -140,16 +140,16 @@ class GraphWork(Work):
         return {"accuracy": right / nodes}
 
     def summary(self) -> str:
-        """Summarise the network and the graph."""
+        """Summarise the network and the graph; not collective."""
         options, nodes = self._options, self.examples_per_step
         return f"{options.model} on the graph {options.graph} of {nodes} nodes"
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the trainer, and the rank's delayed rows."""
+        """Return the state of the trainer, and this rank's delayed rows."""
         return self.trainer.state_dict() | self._late_rows()
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a state; on a different number of ranks, delayed rows restart from 0."""
+        """Load the result of `state`; if the number of ranks changed, delayed rows start at 0."""
         self.trainer.load_state_dict(checkpoint)
         late = self._late_rows()
         if all(name in checkpoint for name in late):
@@ -161,7 +161,7 @@ class GraphWork(Work):
             )
 
     def _late_rows(self) -> dict[str, Tensor]:
-        """Return delayed rows, by names that contain the rank and the number of ranks."""
+        """Return this rank's delayed rows, by names with the rank and the number of ranks."""
         return {
             f"late/{layer}/{name}/{self._comm.rank} of {self._comm.size}": rows
             for layer, late in enumerate(self.sums.late)
@@ -170,7 +170,7 @@ class GraphWork(Work):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and print a line after each step; return 0.
+    """Train, and print a line after each step; return 0, or `exit_code` after a stop.
 
     Collective over: world.
 

@@ -1,4 +1,4 @@
-"""A clock that does not count the time for which this process is stopped."""
+"""A clock that does not count the time during which this process is stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Clock:
     """A clock that pauses while this process, or the whole job, is stopped.
 
     Processes can be stopped by SIGSTOP, Ctrl-Z, Slurm's suspend, `docker pause` or a debugger. A
-    separate process (`counter.py`) updates the count every 0.1 s.
+    separate process (`counter.py`) updates the counted time every 0.1 s.
 
     Raises:
         OSError: the counting process cannot be started.
@@ -37,17 +37,17 @@ class Clock:
         os.close(memory)
 
     def __call__(self) -> float:
-        """Return the counted seconds since the start."""
+        """Return the seconds since the clock was started, without those in which it paused."""
         return self._numbers[counter.NOW]
 
     @property
     def stopped(self) -> float:
-        """The uncounted seconds since the start."""
+        """The seconds for which the clock has paused."""
         return self._numbers[counter.STOPPED]
 
     @property
     def runs(self) -> bool:
-        """Whether the process is still counting."""
+        """Whether the counting process is still running."""
         return self._process.poll() is None
 
     def alarm(self, time: float) -> None:
@@ -55,6 +55,6 @@ class Clock:
         self._numbers[counter.DEADLINE] = time
 
     def close(self) -> None:
-        """Stop the clock."""
+        """End the counting process."""
         self._process.kill()
         self._process.wait()

@@ -1,12 +1,12 @@
-"""Count the seconds for which a rank runs, and kill a rank that cannot exit by itself.
+"""Count the seconds for which a rank is not stopped, and kill a rank that cannot exit by itself.
 
     counter.py RANK MEMORY
 
 The rank starts this process and shares the values in `NUMBERS` with it. While the GIL is held, a
-rank cannot run Python code, so it cannot distinguish a stop from a hang by itself. This process
-can: if the whole job is stopped, so is this process; if only the rank is, this process sees it. In
-both cases, the time does not count. This process imports neither torch nor MPI; it exits after the
-rank.
+rank cannot run Python code, so it cannot distinguish being stopped from hanging by itself. This
+process can: if the whole job is stopped, so is this process; if only the rank is stopped, this
+process sees its state. In both cases, the time does not count. This process imports neither torch
+nor MPI; it exits after the rank.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import time
 from contextlib import suppress
 
 NUMBERS = NOW, STOPPED, DEADLINE = range(3)
-"""The counted seconds, the uncounted seconds, and the count by which the rank has to report."""
+"""Indices of the counted seconds, the uncounted ones, and the count at which the rank is late."""
 STACKS = signal.SIGSTKFLT  # makes the rank write its stacks without the GIL; unused by Linux
 SET_DEATH_SIGNAL = 1  # an option of prctl
 TICK = 0.1  # seconds between two checks
-LONGEST = 1.0  # maximum seconds added per check; if more have passed, this process was stopped
-# Seconds after the deadline.
-UNABLE = 1.7  # a rank that has not reported by then is holding the GIL
+LONGEST = 1.0  # maximum seconds counted per check; if more have passed, this process was stopped
+# In seconds after the deadline that the rank has set:
+UNABLE = 1.7  # a rank that has not set a new deadline by then is holding the GIL
 LAST = 3.0  # a rank that has not exited by then never will
 
 

@@ -1,4 +1,4 @@
-"""Guard a run: lock its directory, stop it in time, and abort it if it hangs."""
+"""Guard a run: lock its directory, stop it before its job ends, and abort it if it hangs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Guard:
     """The lock, the requests and the watchdog of a run.
 
     Attributes:
-        requests: requests to this rank, from signals, control files and the time of day.
-        clock: counts the seconds for which this rank runs, without those for which it is stopped.
+        requests: requests to this rank to save or stop, from signals, control files and clocks.
+        clock: counts seconds, except those for which this rank is stopped, by SIGSTOP for example.
     """
 
     requests: Requests
 
     def __init__(self, comm: mpikfac.comm.Comm, options: RunOptions, watchdog: Watchdog) -> None:
-        """Open the run directory, in which the watchdog then writes its reports.
+        """Lock the run directory, and let the watchdog write its reports there.
 
         Collective over: comm.
 
@@ -67,11 +67,11 @@ class Guard:
         reports.set_aside(self._directory / "hang")
 
     def enter(self, phase: str, step: int) -> None:
-        """Record the start of a phase; the watchdog has a time limit for each phase.
+        """Record the start of a phase of the run; the watchdog limits the time of each phase.
 
         Raises:
-            UserError: another run has taken over the directory, or the directory is gone; this run
-                must stop writing.
+            UserError: another run has taken over the directory, or the directory or its lock is
+                gone, so this run must stop writing.
         """
         self.phase = phase, step
         self._watchdog.enter(phase, step)
@@ -85,21 +85,21 @@ class Guard:
         self._watchdog.begin_write(step, unfinished)
 
     def end_write(self) -> None:
-        """Record the end of the checkpoint."""
+        """Record that the checkpoint has been written, or has failed."""
         self._watchdog.end_write()
 
     def where(self) -> str:
-        """Return the run's phase and stage, such as `step 12, reduce gradients`."""
+        """Return the current phase and stage of the run, such as `step 12, reduce gradients`."""
         phase, step = self.phase
         place = f"step {step}" if phase == "step" else f"{phase} at step {step}"
         return ", ".join(filter(None, [place, self.stage()]))
 
     def inherit(self) -> None:
-        """Remove the lock of the lost rank 0, so that a new rank 0 can lock the directory."""
+        """Remove the lock that a lost rank 0 held, so that a new rank 0 can lock the directory."""
         (self._directory / "lock").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Release the directory; remove empty folders, and the run directory if it is empty."""
+        """Release the lock; remove empty folders, and the run directory if it is empty."""
         self._watchdog.follow(self._limit)
         self._watchdog.enter("end", self.phase[1])
         self.requests.close()
@@ -111,12 +111,12 @@ class Guard:
 
 
 def check_directory(run_dir: Path, resume: str) -> None:
-    """Check that the directory contains no files from an earlier run, unless the run resumes.
+    """Check that the run directory is empty, except for the lock, unless `resume` is "auto".
 
-    Folders in the directory must not be links, so that nothing is written outside of it.
+    The program's folders in the directory must not be links, so that nothing is written outside.
 
     Raises:
-        ValueError: the directory contains such files or links.
+        ValueError: the directory contains files or such links.
     """
     for path in (run_dir / name for name in FOLDERS):
         if path.is_symlink():

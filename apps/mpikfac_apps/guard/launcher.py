@@ -20,10 +20,10 @@ TERMS = 10  # Open MPI obeys the first SIGTERM, and exits immediately after one 
 
 
 def end_launcher(seconds: float) -> None:
-    """End the launcher after `seconds`, if this process is its child.
+    """End Open MPI's launcher after `seconds`, if it is the parent of this process.
 
-    A separate process waits and sends signals, because the caller is about to exit. That process
-    exits with the launcher.
+    A separate process waits and sends signals, because the caller is about to exit. The separate
+    process exits when the launcher has exited.
     """
     launcher = os.getppid()
     with suppress(OSError):  # for example, if there are no file descriptors left

@@ -1,13 +1,14 @@
 """Allow one run per directory: `RUN/lock` names the run, which touches the file while it runs.
 
-The file is created as a hard link, so it appears together with its content, even on NFS. A run that
-replaces or removes `lock` must first create the link `lock.TOKEN`, where TOKEN is the token of the
-run that `lock` names. If several runs find that the holder is dead, only one of them can create
-this link. No run removes a lock that has changed since the run read it.
+The file is created as a hard link, so it appears together with its content, even on NFS. The run
+that it names is the holder of the lock. A run that replaces or removes `lock` must first create the
+link `lock.TOKEN`, where TOKEN is the token of the holder. If several runs find that the holder is
+dead, only one of them can create this link. No run removes a lock that has changed since the run
+read it.
 
 If the holder has the same job name as this run, it is either the same job's run before a restart,
-or another run in the same job. Only Slurm counts restarts. With PBS and LSF, a run waits for the
-holder's next sign of life.
+or another run in the same job. Only Slurm counts restarts. With PBS and LSF, a run waits until the
+holder touches the file again, or has not done so for a minute.
 
 All functions run on one rank. Collective over: none.
 """
@@ -32,8 +33,8 @@ from pathlib import Path
 from mpikfac import files
 
 TOUCH_EVERY = 10.0  # seconds
-STALE = 60.0  # seconds without a touch after which a holder on another machine is considered dead
-LOOK_EVERY = 0.5  # seconds between two checks for a sign of life
+STALE = 60.0  # seconds without a touch after which a holder on another host is considered dead
+LOOK_EVERY = 0.5  # seconds between two checks whether a holder has touched the file
 
 log = logging.getLogger("mpikfac.train")
 
@@ -44,8 +45,9 @@ class Holder:
 
     Attributes:
         token: unique to the run.
-        pids: identifies the boot and the process namespace within which pids can be compared.
-        born: the start time of the process, in ticks since boot, because pids are reused.
+        pids: identifies the boot and the process namespace; process ids of two runs can be compared
+            only if this is equal.
+        born: the start time of the process, in ticks since boot, because process ids are reused.
         job: the scheduler's name for the job, or "".
         attempt: the number of times Slurm has restarted the job; "" if the scheduler does not
             count.
@@ -62,15 +64,15 @@ class Holder:
 
 
 class Lock:
-    """A run's exclusive use of a directory, until `release` or the end of the process.
+    """Hold a directory exclusively for a run, until `release` or the end of the process.
 
     Attributes:
-        lost: why the run no longer holds the lock: another run took it, or the lock is gone. ""
-            while the run holds it; a loss is noticed within 10 s.
+        lost: why the run no longer holds the lock: another run took it, or the lock is gone. It is
+            "" while the run holds the lock; a loss is noticed within 10 s.
 
     Raises:
         ValueError: another run uses the directory; the message names that run and a remedy.
-        OSError: the file cannot be written.
+        OSError: the lock file cannot be written.
     """
 
     def __init__(self, directory: Path, environ: Mapping[str, str] = os.environ) -> None:
@@ -101,7 +103,7 @@ class Lock:
             right.unlink()
 
     def _take(self, path: Path, draft: Path) -> None:
-        """Link the draft as `path`; raise ValueError if a live run holds the path."""
+        """Create a hard link `path` to the draft; raise ValueError if a live run holds `path`."""
         seen = None
         while True:
             with suppress(FileExistsError):
@@ -126,7 +128,7 @@ class Lock:
             if not _is_gone(holder, self._holder, silent):
                 raise ValueError(_refusal(path, holder, silent))
             right = _right_to_replace(path, holder)
-            self._take(right, draft)  # also replaces the link of a run that died while holding it
+            self._take(right, draft)  # also replaces the link of a run that died after creating it
             with suppress(FileNotFoundError):
                 if _read(path)[0] == holder:
                     os.replace(right, path)
@@ -201,7 +203,7 @@ def _is_gone(holder: Holder, claimant: Holder, silent: float) -> bool:
 def _may_be_restarted(holder: Holder, claimant: Holder, silent: float) -> bool:
     """Return whether the holder may be this job's run before a restart, or another run in this job.
 
-    Without a count of restarts, only a sign of life from the holder can distinguish the two.
+    If restarts are not counted, only a touch by the holder shows that it is another, live run.
     """
     elsewhere = holder.pids != claimant.pids and silent <= STALE
     return elsewhere and holder.job == claimant.job != "" and not claimant.attempt
@@ -234,7 +236,7 @@ def _write(path: Path, holder: Holder) -> None:
 
 
 def _read(path: Path) -> tuple[Holder, float]:
-    """Return the run that the file names, and the time when it was last touched."""
+    """Return the run that a lock file names, and the time at which the file was last touched."""
     with files.reading(path, files.SMALL) as file:
         text, touched = file.read(files.SMALL), os.fstat(file.fileno()).st_mtime
     with suppress(ValueError, TypeError):
@@ -245,7 +247,7 @@ def _read(path: Path) -> tuple[Holder, float]:
 
 
 def _names_a_run(holder: Holder) -> bool:
-    """Return whether all values have the right types, and the token can be part of a file name."""
+    """Return whether all fields have the right types, and the token can be part of a file name."""
     texts = {key: value for key, value in dataclasses.asdict(holder).items() if key != "pid"}
     typed = type(holder.pid) is int and all(isinstance(value, str) for value in texts.values())
     return typed and re.fullmatch(r"[\w-]{1,64}", holder.token) is not None

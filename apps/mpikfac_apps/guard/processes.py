@@ -1,4 +1,4 @@
-"""Find the processes of a job on this machine, using an environment variable."""
+"""Find the processes of a job on this host by an environment variable that all of them have."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 
 
 def processes_with(variable: str) -> Iterator[int]:
-    """Yield this user's processes whose environment contains `variable`, written as NAME=VALUE."""
+    """Yield the ids of this user's processes with the environment variable NAME=VALUE."""
     for name in os.listdir("/proc"):
         if name.isdecimal() and variable.encode() in _words(name, "environ"):
             yield int(name)
 
 
 def ranks_of(variable: str, command: Sequence[str]) -> list[int]:
-    """Return a job's processes that run the ranks' command, excluding forks of ranks."""
+    """Return the ids of a job's processes that run the command of the ranks, except their forks."""
     words = [word.encode() for word in command]
     same = [p for p in processes_with(variable) if _words(str(p), "cmdline")[: len(words)] == words]
     return [process for process in same if parent_of(process) not in same]
 
 
 def parent_of(process: int) -> int:
-    """Return the parent of a process, or 0 if the process has ended."""
+    """Return the id of a process's parent, or 0 if the process has ended."""
     try:
         status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -33,14 +33,14 @@ def parent_of(process: int) -> int:
 
 
 def send(number: signal.Signals, targets: Sequence[int]) -> None:
-    """Send a signal to those processes that still exist."""
+    """Send a signal to those of the target processes that still exist."""
     for process in targets:
         with suppress(ProcessLookupError):
             os.kill(process, number)
 
 
 def _words(process: str, file: str) -> list[bytes]:
-    """Return the words in a process's file in /proc; none if the file cannot be read."""
+    """Return the words of /proc/PROCESS/FILE, separated by null bytes; none if it is unreadable."""
     try:
         content = Path(f"/proc/{process}/{file}").read_bytes()
     except OSError:

@@ -35,13 +35,13 @@ def watched(comm: mpikfac.comm.Comm) -> closing[Watchdog]:
 
 
 def run_on_ranks(parse: Callable[[int], Options], work: Work[Options]) -> int:
-    """Run a program's work on all ranks, and return its exit code; any rank's error ends the job.
+    """Run a program on all ranks, and return its exit code; an error on any rank ends the job.
 
     Collective over: world.
 
     Args:
         parse: creates the options on rank 0, from the number of ranks.
-        work: does the work, and notifies the watchdog of its phases.
+        work: does the work, and tells the watchdog about its phases.
 
     Raises:
         SystemExit: with code 2, after a one-line message about an error that the user can correct.
@@ -55,13 +55,13 @@ def run_on_ranks(parse: Callable[[int], Options], work: Work[Options]) -> int:
 
 
 def run_watched(parse: Callable[[int], Options], work: Work[Options]) -> int:
-    """Run a program's work on all ranks, and return its exit code; 0 if only help was requested.
+    """Run a program on all ranks, and return its exit code; 0 if only help was requested.
 
     Collective over: world.
 
     Args:
         parse: creates the options on rank 0, from the number of ranks.
-        work: does the work, notifies the watchdog of its phases, and ends the job if a rank fails.
+        work: does the work, tells the watchdog about its phases, and ends the job if a rank fails.
 
     Raises:
         SystemExit: with code 2, after a one-line message about an error that the user can correct.
@@ -76,14 +76,14 @@ def run_watched(parse: Callable[[int], Options], work: Work[Options]) -> int:
 
 
 def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Options | None:
-    """Parse options on rank 0, and return them on every rank; None after `--help`.
+    """Parse the options on rank 0, and return them on every rank; None after `--help`.
 
     If the options name types as FILE.py:CLASS, every rank executes these files.
 
     Collective over: comm.
 
     Raises:
-        UserError: `parse` raised a ValueError; or a rank cannot execute a file.
+        UserError: `parse` raised a ValueError, or a rank cannot execute such a file.
     """
     options = None
     with mpikfac.comm.together(comm, "options"):

@@ -4,7 +4,7 @@
     RUN/hang/summary.txt    the printed line about all ranks
 
 In this module, no rank waits for another. The file system might be full or not respond. A rank that
-cannot write its file, or does not have a directory yet, prints its position and stacks to stderr.
+cannot write its file, or has no run directory yet, prints its position and stacks to stderr.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from typing import Any
 
 from mpikfac import files
 
-# Seconds after the limit: ranks that wait for each other reach their limits almost simultaneously.
+# Seconds after the time limit, which ranks that wait for each other reach almost simultaneously:
 ANSWER = 0.6  # a file system that has not written the report by now is considered hung
 SUMMARY = 1.0  # the reports are complete; rank 0 prints the summary
-OTHERS = 1.25  # if rank 0 has printed nothing, another rank prints the summary
+OTHERS = 1.25  # if rank 0 has not printed the summary, another rank does
 
 RankReport = dict[str, Any]
 FORM = {"phase": str, "step": int, "stage": str, "waits": bool, "host": str}
 
 
 def set_aside(directory: Path) -> None:
-    """Rename the reports of an earlier start, if there are any.
+    """Rename the directory with the reports of an earlier start, if it contains any.
 
     Call this function on one rank, before any rank creates its `Reports`.
     """
@@ -49,13 +49,13 @@ def set_aside(directory: Path) -> None:
 
 
 class Reports:
-    """The files of a job's reports, as seen by one rank.
+    """Write one rank's report on a hanging job, and print a summary of the reports of all ranks.
 
     Args:
         directory: the folder of the reports, the same on all ranks; None to report only to stderr.
 
     Attributes:
-        file: the descriptor of this rank's file, which a C thread can write to.
+        file: the descriptor of this rank's file, or of stderr, to which a C thread can write.
 
     Raises:
         OSError: this rank's file cannot be created.
@@ -84,7 +84,7 @@ class Reports:
             self._directory.rmdir()  # succeeds only on the rank that closes last
 
     def report(self, place: RankReport, seconds: float) -> None:
-        """Report this rank's position after `seconds` without progress, and print a line."""
+        """Report that this rank has made no progress for `seconds` at `place`, and print a line."""
         began, stacks = time.monotonic(), self._stacks()
         about = place | {"host": platform.node(), "pid": os.getpid()}
         here = f"no progress for {seconds:g} s: rank {self._rank} on {platform.node()}"
@@ -101,7 +101,7 @@ class Reports:
             self._summarise(self._directory, seconds)
 
     def _write(self, path: Path, report: bytes) -> str:
-        """Write this rank's file, which is named `path`; return why it failed, or ""."""
+        """Write this rank's file at `path`; return why this failed, or "" if it did not."""
         failure = [f"no answer in {ANSWER:g} s"]
 
         def write() -> None:
@@ -120,7 +120,7 @@ class Reports:
         return failure[0]
 
     def _stacks(self) -> bytes:
-        """Return the stacks of all threads."""
+        """Return the stacks of all threads of this process."""
         faulthandler.dump_traceback(self._memory)
         os.lseek(self._memory, 0, os.SEEK_SET)
         return os.read(self._memory, 2**20)
@@ -144,7 +144,7 @@ class Reports:
 
 
 def _read(path: Path) -> RankReport | None:
-    """Return a rank's report, or None if it could not write one."""
+    """Return the report in a rank's file, or None if it has no valid report."""
     try:
         with files.reading(path) as file:
             report: RankReport = files.json_of(file.readline(files.SMALL))
@@ -154,7 +154,7 @@ def _read(path: Path) -> RankReport | None:
 
 
 def name_of(rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the name of a rank's report file."""
     return f"rank-{rank}.txt"
 
 

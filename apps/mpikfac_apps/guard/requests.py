@@ -3,9 +3,9 @@
     touch RUN/control/checkpoint    write a checkpoint at the next step and continue
     touch RUN/control/stop          write a checkpoint at the next step and stop
 
-`mpikfac launch` writes a file `stop` with the reason into a directory of the job, because the run
-directory may not exist yet, and no signal is forwarded by all MPI launchers. A request reaches one
-rank; the caller passes it on to all ranks. Collective over: none.
+To request a stop, `mpikfac launch` writes the reason to a file `stop` in a directory of the job,
+because the run directory may not exist yet, and no signal is forwarded by every MPI launcher. A
+request may reach only one rank; the caller passes it on to all ranks. Collective over: none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpikfac_apps.guard.reports import screen
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 INTERRUPTED = b"mpikfac: Ctrl-C: stopping after this step, with a checkpoint; again: stop at once\n"
 LOOK_EVERY = 1.0  # seconds between two checks for control files
-FIRST = 120.0  # seconds until the first checkpoint, so that a run that fails early loses little
+FIRST = 120.0  # maximum seconds until the first checkpoint, so that an early failure costs little
 LAUNCHER = "MPIKFAC_LAUNCHER"
 """The variable that names the directory of a `mpikfac launch` job, on the launcher's host."""
 RESERVE = 60.0  # seconds between the last checkpoint and the end of the job
@@ -53,32 +53,32 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
 
 
 def ignore_signals() -> None:
-    """Start ignoring the signals that request a stop."""
+    """From now on, ignore the signals that request a stop."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def ignore_one_interrupt() -> None:
-    """Ignore the next Ctrl-C, which another rank handles; the second one ends the process."""
+    """Ignore the next Ctrl-C, which another rank handles; the one after it ends the process."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, _: signal.signal(number, signal.SIG_DFL))
 
 
 class Requests:
-    """Requests to this rank; poll the properties once per step.
+    """Requests to this rank to save or stop; poll the properties once per step.
 
     SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C (SIGINT) request the end of the run. After
-    construction, the signals only set a flag. The second Ctrl-C ends the process immediately.
+    construction, these signals only set a flag. The second Ctrl-C ends the process immediately.
 
     Args:
         control: the directory of control files, which the constructor creates; None for no control
             files.
         end: the unix time at which the job is killed. A stop is requested early enough to leave
-            time for two checkpoints as slow as the slowest one so far, the longest pause between
-            two polls, and `RESERVE`.
+            time for two checkpoints as slow as the slowest one so far, for the longest pause
+            between two polls so far, and for `RESERVE` seconds.
         every_minutes: minutes between two checkpoints; the first is due after 2 minutes if that is
             sooner.
-        clock: the clock for all intervals, in seconds; only `end` is a time of day.
+        clock: returns the seconds by which all intervals are measured; only `end` is a unix time.
     """
 
     def __init__(
@@ -130,17 +130,17 @@ class Requests:
         self._slowest = max(self._slowest, seconds)
 
     def ignore_signals(self) -> None:
-        """Ignore signals, even while the interpreter shuts down, when no handler runs.
+        """Ignore signals that request a stop, even while the interpreter shuts down.
 
-        Otherwise, a late signal would kill a run that has fulfilled its requests. The handling of
-        Ctrl-C does not change.
+        No Python handler runs during the shutdown, so a late signal would otherwise kill a run that
+        has already stopped as requested. The handling of Ctrl-C does not change.
         """
         ignore_signals()
         for number in SIGNALS:
             self._former.pop(number, None)
 
     def close(self) -> None:
-        """Restore the previous handlers, unless signals are ignored."""
+        """Restore the previous signal handlers, except of signals that `ignore_signals` ignores."""
         for number, handler in self._former.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not installed by Python
 
@@ -174,7 +174,7 @@ class Requests:
             self._look()
 
     def _look(self) -> None:
-        """Check for the launcher's file, which every rank can see, and for control files."""
+        """Check for the file `stop` of `mpikfac launch`, and for control files."""
         if self._launcher is not None:
             with suppress(OSError):
                 self._ask_to_stop(files.read_text(self._launcher / "stop"))
@@ -187,7 +187,7 @@ class Requests:
 
 
 def _take(control: Path) -> set[str]:
-    """Remove the control files, and return their names; none if storage fails."""
+    """Remove the control files, and return the names of those removed; ignore OS errors."""
     taken = set()
     with suppress(OSError):
         # A listing is always up to date; looking up a name might return a stale, cached answer.

@@ -1,6 +1,6 @@
 """End a job that makes no progress, and write every rank's stacks.
 
-When the limit is reached, a Python thread on each rank reports the rank's position (`reports.py`),
+When the time limit is reached, a Python thread on each rank reports its position (`reports.py`),
 and the rank exits. While the GIL is held, Python threads cannot run. The process that counts the
 time (`counter.py`) then requests the rank's stacks with a signal, which does not need the GIL, and
 finally kills the rank. After the first rank exits, the launcher ends all others, including stopped
@@ -24,11 +24,11 @@ from mpikfac_apps.guard.launcher import end_launcher
 from mpikfac_apps.guard.reports import RankReport, Reports, screen
 
 LIMIT = 600.0  # the time limit of a step in seconds, until the options are known
-LONGER = 10  # multiplies the limit for the first step, and for phases without steps
+LONGER = 10  # multiplies the time limit in the first step, and in phases other than steps
 TICK = 0.1  # seconds between two checks of the clock
-LEAVE = 2.3  # seconds from the limit until all ranks exit; by then, the reports are complete
+LEAVE = 2.3  # seconds from the limit until a rank exits; by then, the reports are complete
 LAUNCHER = 20.0  # seconds from the limit until a launcher that still waits for a host is ended
-TOLD = 1.0  # seconds; shorter stops are not logged
+TOLD = 1.0  # seconds; if the process was stopped for a shorter time, this is not logged
 
 log = logging.getLogger("mpikfac.train")
 
@@ -36,15 +36,15 @@ log = logging.getLogger("mpikfac.train")
 class Watchdog:
     """End a job that makes no progress, and write all stacks; also write the stacks of a crash.
 
-    The watch starts immediately, with the phase "start-up".
+    The constructor starts the watch, in the phase "start-up".
 
     Args:
         reports: where positions and stacks are written.
         limit: the maximum duration of a step in seconds; None for no limit.
-        stage: returns the name of the current stage.
+        stage: returns the name of the current stage of a step.
 
     Attributes:
-        clock: the clock of all limits; time in which the rank was stopped does not count.
+        clock: the clock of all time limits; time in which the rank is stopped does not count.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Watchdog:
         self._limit, self._stage = limit, stage
         self._stepped = self._ending = False
         self._where, self._deadline = ("start-up", 0, math.inf), math.inf
-        self._lock = threading.Lock()  # so that progress is either in time or too late
+        self._lock = threading.Lock()  # so that a phase begins either in time or too late
         self._closed = threading.Event()
         self._write_step, self._write_deadline = 0, math.inf
         self._unfinished: Callable[[], bool] = lambda: False
@@ -69,7 +69,7 @@ class Watchdog:
         stage: Callable[[], str] = lambda: "",
         reports: Reports | None = None,
     ) -> None:
-        """Begin a new start-up phase with another limit; without `reports`, use the first ones."""
+        """Begin another start-up phase with a new limit; without `reports`, use the first ones."""
         with self._lock:
             former, self._reports = self._reports, reports or self._first
             self._limit, self._stage, self._stepped = limit, stage, False
@@ -82,7 +82,7 @@ class Watchdog:
         self.enter("start-up", 0)
 
     def enter(self, phase: str, step: int) -> None:
-        """Begin a phase of a step on all ranks: "step", or a longer phase."""
+        """Record that all ranks begin a phase: "step", or a different one with a longer limit."""
         with self._lock:
             if self._limit is None or self._ending:
                 return
@@ -108,7 +108,7 @@ class Watchdog:
                 self._set_deadline()
 
     def end_write(self) -> None:
-        """Record that all ranks have finished writing."""
+        """Record that all ranks have finished writing the checkpoint."""
         with self._lock:
             self._write_deadline = math.inf
             self._set_deadline()
@@ -166,8 +166,9 @@ class Watchdog:
     def _late(self) -> tuple[RankReport, float]:
         """Return this rank's position, and the limit that was exceeded.
 
-        A background write ends in a step that all ranks take. A rank that has finished writing and
-        is in a longer phase might be the one that prevents the others from reaching this step.
+        The writing of a checkpoint in the background ends in a step that all ranks take. A rank
+        that has finished writing, and is in a phase other than a step, might be the one that
+        prevents the other ranks from reaching this step, so its phase is reported.
         """
         phase, step, seconds = self._where
         stage = self._stage()

@@ -1,7 +1,7 @@
 """Keep a copy of the images of a packed file on the disk of each node.
 
     DIR/DIGEST.images            the bytes of all images, named after their BLAKE3 hash
-    DIR/.DIGEST.images.partial   being written, or left by a killed run
+    DIR/.DIGEST.images.partial   a copy that is being written, or that a killed run left
 
 A run locks the directory while it checks or writes a copy. Runs that start at the same time
 therefore write only one copy, and the system releases the lock of a killed run.
@@ -34,7 +34,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Outcome(NamedTuple):
-    """A node's copy, if it has one.
+    """The result of looking for, or writing, a copy of the images on a node.
 
     Attributes:
         copy: the file with the copy; empty if the node has none.
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listing:
-    """Return the list of images, whose bytes are then read from a copy on the node's disk.
+    """Return the list of images, with their bytes in a copy on the disk of this rank's node.
 
     One rank of each node checks or writes the copy, and the other ranks wait. If a node has no
     copy, its ranks read the packed file, and a log line gives the reason.
@@ -73,7 +73,7 @@ def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listi
 
 
 def attempted(content: Content, directory: str) -> Outcome:
-    """Return the file with the copy, or why there is no copy."""
+    """Return the file with a copy of the images, or why the node has no copy."""
     try:
         return Outcome(copy=str(sound_copy(content, Path(directory).absolute())))
     except OSError as error:
@@ -93,7 +93,7 @@ def _warn_of_troubles(outcomes: list[Outcome], directory: str, path: str) -> Non
 
 
 def sound_copy(content: Content, directory: Path) -> Path:
-    """Return the file with a copy of the bytes; write it unless there is an intact copy.
+    """Return the file with a copy of the images; write it unless there is an intact copy.
 
     Raises:
         OSError: the copy cannot be written; the message states the reason.
@@ -133,7 +133,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def sound(copy: Path, content: Content) -> bool:
-    """Return whether a file contains the bytes; the whole file is read."""
+    """Return whether a file is an intact copy of the images; the whole file is read."""
     if not os.path.lexists(copy) or os.path.getsize(copy) != content.place.size:
         return False
     digest = blake3()
@@ -143,11 +143,11 @@ def sound(copy: Path, content: Content) -> bool:
 
 
 def write(copy: Path, content: Content) -> None:
-    """Write a copy of the bytes, replacing any damaged one; the result is complete or absent.
+    """Write a copy of the images, replacing a damaged one; if writing fails, there is no copy.
 
     Raises:
         OSError: the disk is too full, or a file cannot be read or written.
-        ValueError: the bytes have a different checksum.
+        ValueError: the images do not match the checksum of the packed file.
     """
     partial, size, digest = copy.with_name(f".{copy.name}.partial"), content.place.size, blake3()
     assert size is not None, "a part of a file has a size"

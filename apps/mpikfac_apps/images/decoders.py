@@ -1,4 +1,4 @@
-"""Start the processes that decode images for a rank, and distribute the work.
+"""Start the processes that decode images for a rank, and distribute images among them.
 
 Each process is a new Python interpreter that runs `worker.py`: `fork` would copy the state of MPI,
 and `multiprocessing` would run the main program again. Decoded pixels are stored in memory that has
@@ -26,11 +26,11 @@ REST = 4  # the slot for images of an evaluation or of a sample
 OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_")  # variables by which MPI recognises a rank
 # glibc reuses the memory of an image for the next one, which saves a third of the CPU time.
 KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**27), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-PATIENCE = 10.0  # seconds to wait for a process to end
+PATIENCE = 10.0  # seconds to wait for a process to exit
 
 
 class _Worker(Protocol):
-    """The interface of image decoders, which process their tickets in order."""
+    """The interface of image decoders, which process lists of images in the order of tickets."""
 
     def begin(self, ticket: int, slot: int, jobs: Sequence[DecodeJob]) -> None: ...
 
@@ -45,7 +45,7 @@ class Decoders:
     Args:
         workers: the number of processes; with 0, the calling process decodes when a result is
             requested.
-        size: side length in pixels.
+        size: the side length in pixels of a decoded image.
         room: the maximum number of images in a list.
     """
 
@@ -76,7 +76,7 @@ class Decoders:
         return self._slots[slot, :images]
 
     def close(self) -> None:
-        """End the processes."""
+        """End the decoding processes."""
         for worker in self._workers:
             worker.close()
         self._workers = []
@@ -86,7 +86,7 @@ class _Process:
     """A process that decodes images.
 
     Raises:
-        UserError: the process has ended.
+        UserError: the process has exited, for example because it ran out of memory.
     """
 
     def __init__(self, memory: int, shape: tuple[int, ...]) -> None:
@@ -137,7 +137,7 @@ class _Process:
 
 
 class _Here:
-    """Decode in the calling process."""
+    """Decode images in the calling process, when their faults are requested."""
 
     def __init__(self, slots: np.ndarray) -> None:
         self._slots = slots

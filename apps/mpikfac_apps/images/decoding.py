@@ -30,7 +30,7 @@ def decoded(place: ImagePlace, size: int, draw: Sequence[int] | None = None) -> 
     """Return an image as a network receives it: bytes `[size, size, 3]`.
 
     Args:
-        draw: numbers that determine a random crop and mirroring; None for the central crop.
+        draw: the seed of a random crop and of mirroring; None for the central crop.
 
     Raises:
         Broken: the image cannot be read or decoded.
@@ -66,10 +66,11 @@ def _packed(path: str) -> io.BufferedReader:
 
 
 def opened(encoded: bytes) -> Image.Image:
-    """Open an image in any of `FORMATS`, regardless of the file's name; decode only the header.
+    """Open an image in one of `FORMATS`, regardless of its file name; decode only the header.
 
     Raises:
-        ValueError: the bytes are not an image, or its pixels have more than 8 bits.
+        ValueError: the bytes are not an image in one of these formats, or its channels have more
+            than 8 bits.
     """
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
@@ -110,7 +111,7 @@ def random_crop(image: Image.Image, size: int, draw: Sequence[int]) -> Image.Ima
 def drawn_box(width: int, height: int, generator: np.random.Generator) -> tuple[int, int, int, int]:
     """Return the left, top, right and bottom of a random crop.
 
-    If no drawn crop fits into the image, return the largest crop in the centre.
+    If none of `TRIES` crops fits into the image, return the largest central crop within `RATIO`.
     """
     narrowest, widest = RATIO
     for _ in range(TRIES):

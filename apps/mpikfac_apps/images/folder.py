@@ -39,9 +39,9 @@ def with_names(path: str, size: int) -> tuple[Listing, list[str]]:
     train = root / "train"
     test = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
     if not train.is_dir():
-        raise ValueError(f"data.path={path} has no folder train; {EXPECTED}")
+        raise ValueError(f"data.path={path} has no subfolder named train; {EXPECTED}")
     if test is None:
-        raise ValueError(f"data.path={path} has no folder val or test; {EXPECTED}")
+        raise ValueError(f"data.path={path} has no subfolder named val or test; {EXPECTED}")
     classes = folders(train)
     if not classes:
         raise ValueError(f"{train} has no folders of classes; {EXPECTED}")
@@ -65,9 +65,9 @@ def folders(path: Path) -> list[str]:
 
 
 def images_of(part: Path, classes: list[str]) -> Images:
-    """Return the images in the folders of the classes; a folder can be missing.
+    """Return the images of a part of the data set; the folder of a class can be missing.
 
-    Other kinds of files and hidden files are skipped.
+    Hidden files, and files whose suffix is not in `KINDS`, are skipped.
     """
     names: list[bytes] = []
     labels: list[int] = []

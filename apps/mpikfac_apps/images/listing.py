@@ -18,9 +18,9 @@ class ImagePlace(NamedTuple):
 
     Attributes:
         path: a file.
-        start: the position of the first byte in the file.
+        start: the offset of the first byte in the file.
         size: the number of bytes; None for the whole file.
-        copy: a copy of the bytes, as a file and the position of the first byte; None for no copy.
+        copy: a copy of the bytes, as a file and the offset of the first byte; None for no copy.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a part of a data set, in separate files or in a single file.
+    """The training or test images of a data set, in separate files or in a single file.
 
     The lists are arrays, because a Python list of a million names takes ten times as much memory.
 
@@ -54,9 +54,10 @@ class Images:
         root: the folder of the files, or the single file.
         labels: int64 `[n]`.
         names: the paths of the files inside `root`, bytes `[n]`; None for a single file.
-        spans: the position of each image in the single file, and its number of bytes, int64
-            `[n, 2]`; None for separate files.
-        copy: a copy of a part of the single file, and the position of this part; None for no copy.
+        spans: the offset of each image in the single file, and its number of bytes, int64 `[n, 2]`;
+            None for separate files.
+        copy: a file with a copy of a part of the single file, and the offset of this part in the
+            single file; None for no copy.
     """
 
     root: str
@@ -78,7 +79,7 @@ class Images:
         return ImagePlace(self.root, start, size, copy)
 
     def following(self, number: int) -> int:
-        """Return the next image of the same class, cyclically."""
+        """Return the index of the next image of the same class, cyclically."""
         alike = np.flatnonzero(self.labels == self.labels[number])
         return int(alike[(np.searchsorted(alike, number) + 1) % len(alike)])
 
@@ -95,13 +96,13 @@ class Images:
 
     @property
     def digest(self) -> int:
-        """A checksum of the labels and of the names or locations, but not of the root."""
+        """A checksum of the labels and of the file names or locations, but not of `root`."""
         parts = (self.labels, self.names, self.spans)
         return zlib.crc32(b"".join(part.tobytes() for part in parts if part is not None))
 
     @property
     def sample(self) -> int:
-        """A checksum of the bytes of `SAMPLE` evenly spaced images; missing ones are skipped."""
+        """A checksum of up to `SAMPLE` evenly spaced images; unreadable ones are skipped."""
         from mpikfac_apps.images.decoding import content  # needs Pillow
 
         count, total = min(SAMPLE, len(self)), 0
@@ -113,7 +114,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Listing:
-    """The images of a data set, for training and for the test.
+    """The images of a data set that are read from files, for training and for the test.
 
     Attributes:
         classes: the number of classes.
@@ -121,7 +122,7 @@ class Listing:
         channels: the number of channels, which are red, green and blue.
         white: the byte value of a white pixel.
         about: a description of the data for the log.
-        content: the bytes of all images, if they are in a single file.
+        content: where the bytes of all images are, if they are in a single file.
     """
 
     train_images: Images
@@ -144,7 +145,10 @@ class Listing:
         }
 
     def part(self, train: int | None, test: int | None) -> Listing:
-        """Return the data set with fewer images; None for all images."""
+        """Return the data set with `train` training and `test` test images, evenly spaced.
+
+        None keeps all images.
+        """
         return replace(
             self,
             train_images=self.train_images.spread(train),

@@ -1,7 +1,7 @@
 """Store a whole data set in a single HDF5 file: the encoded images one after another.
 
     images   all bytes of all images, training images first
-    starts   the position of each image's first byte, and the end of the last image
+    starts   the offset of each image's first byte in `images`, and the end of the last image
     labels   the class of each image
     train    the number of training images
     size     the maximum length in pixels of shorter sides, or 0 if the images are unchanged
@@ -69,10 +69,10 @@ def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  #
 
 
 def names(path: str, text: str) -> list[str]:
-    """Return the names of the classes from JSON.
+    """Return the names of the classes, given as a JSON list.
 
     Raises:
-        ValueError: the text is not a list of names.
+        ValueError: the string is not a JSON list of names.
     """
     classes = files.json_of(text)
     if not files.has_form(classes, [str]):
@@ -81,7 +81,7 @@ def names(path: str, text: str) -> list[str]:
 
 
 def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None = None) -> int:
-    """Write a packed file, and return its size in bytes; the file is complete or absent.
+    """Write a packed file, and return its size in bytes; if this fails, there is no new file.
 
     The images are first gathered in a temporary file next to `out`, because HDF5 needs all lengths
     to lay out a file.
@@ -116,7 +116,7 @@ def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None 
 
 
 def gather(path: Path, images: Iterator[bytes]) -> tuple[list[int], str]:
-    """Write images to a file one after another; return their sizes in bytes, and the hash."""
+    """Write images to a file one after another; return their sizes in bytes, and their hash."""
     sizes, digest = [], blake3()
     with io.BufferedWriter(files.writing(path)) as file:
         for image in images:

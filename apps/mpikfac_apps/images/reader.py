@@ -1,4 +1,4 @@
-"""Read images by number, in advance, and replace images that cannot be decoded."""
+"""Read images by index, decode them in advance, and replace those that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ log = logging.getLogger("mpikfac.train")
 
 @dataclass(frozen=True)
 class DecodeRequest:
-    """Images that are being decoded.
+    """A request for images that are being decoded.
 
     Attributes:
         images: the list of images.
         numbers: the positions of the images in the list.
-        draws: for each image, the numbers that determine a random crop; None for central crops.
+        draws: for each image, the seed of a random crop; None for central crops.
+        slot: the memory slot that the images are decoded into.
+        ticket: the ticket of the request in `Decoders`.
     """
 
     images: Images
@@ -43,10 +45,11 @@ class ImageReader:
     All ranks replace a broken image in the same way.
 
     Args:
-        size: side length in pixels.
+        size: the side length in pixels of a decoded image.
         room: the maximum number of images in a request.
-        workers: the number of processes; with 0, images are decoded when a result is requested.
-        most: the maximum number of different broken images.
+        workers: the number of decoding processes; with 0, images are decoded in this process, when
+            a result is requested.
+        most: the maximum number of different broken images; more raise an error.
     """
 
     def __init__(self, size: int, room: int, workers: int, most: int) -> None:
@@ -79,7 +82,7 @@ class ImageReader:
     def read(
         self, images: Images, numbers: Sequence[int], size: int, device: torch.device
     ) -> Iterator[Tensor]:
-        """Yield `size` images of a list at a time, while the next part is decoded.
+        """Yield images of a list, `size` at a time, while the next ones are decoded.
 
         Raises:
             UserError: see `result`.
@@ -94,7 +97,7 @@ class ImageReader:
             yield batch
 
     def _in_place_of(self, fault: Fault, request: DecodeRequest) -> np.ndarray:
-        """Return the next image of the same class, skipping images that cannot be decoded."""
+        """Return the pixels of the next image of the same class that can be decoded."""
         from mpikfac_apps.images.decoding import Broken, decoded
 
         position, reason = fault
@@ -145,5 +148,5 @@ class ImageReader:
             self._check(max(self._broken))
 
     def close(self) -> None:
-        """End the processes."""
+        """End the decoding processes."""
         self._decoders.close()

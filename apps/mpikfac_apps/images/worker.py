@@ -22,15 +22,15 @@ from mpikfac_apps.images.listing import ImagePlace
 
 SET_DEATH_SIGNAL = 1  # an option of prctl
 DecodeJob = tuple[int, ImagePlace, tuple[int, ...] | None]
-"""The position of an image in a batch, the image, and the numbers that determine a random crop."""
+"""An image's index in a batch, its location, and the seed of a random crop (None: central)."""
 Work = tuple[int, int, Sequence[DecodeJob]]
-"""The number of a list of images, the slot for the pixels, and the list."""
+"""The ticket of a list of images, the memory slot for their pixels, and the list."""
 Fault = tuple[int, str]
-"""The position of a broken image in a batch, and the reason."""
+"""The index of a broken image in a batch, and the reason why it cannot be decoded."""
 
 
 def main() -> None:
-    """Decode until the rank closes the connection."""
+    """Decode lists of images until the rank closes the connection."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     # Closing the connection would not end a suspended process.

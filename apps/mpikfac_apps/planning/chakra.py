@@ -132,8 +132,8 @@ def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[
         return list(passing(message, team, team.index(rank)))
     if message.rule:
         raise ValueError(
-            f"export: Chakra supports only means, also in stage {message.stage!r}; use "
-            f"sync.aggregation=mean and sync.factor_aggregation=mean"
+            f"export: stage {message.stage!r} aggregates with a rule other than the mean, which "
+            f"Chakra does not support; use sync.aggregation=mean and sync.factor_aggregation=mean"
         )
     if message.primitive not in COLLECTIVES:
         others = f"a strategy with {', '.join(COLLECTIVES)} only"

@@ -1,4 +1,4 @@
-"""The members that a rank trains; the training loop treats them as a single trainer."""
+"""The members of a population that a rank trains; the training loop sees them as one trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpikfac_apps.problems.datasets import Dataset
 from mpikfac_apps.training.batches import Batches, mixed, share
 from mpikfac_apps.training.parts.problem import Problem, load_data
 
-FIRST_NUMBERS = 1  # mixed into the seed of random draws, to distinguish their purpose
+FIRST_NUMBERS = 1  # mixed into the seed, so that random draws differ by purpose
 
 State = dict[str, Any]
 
@@ -28,14 +28,14 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Untroubled:
-    """Ignore values that are not finite, because a diverging member is replaced."""
+    """Count no non-finite values, because a member that diverges is replaced."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
 
 class Crew:
-    """The members that a rank trains, one after another.
+    """The members of a population that a rank trains, one after another.
 
     Collective over: comm, unless a docstring says otherwise.
 
@@ -43,11 +43,12 @@ class Crew:
         comm: a communicator of the ranks of all members.
 
     Attributes:
-        problem: the problem of the members, whose test uses the held-out images.
-        tests: the same problem with the test set of the data set.
-        members: the rank's members by number.
-        leads: whether the rank represents its group.
-        votes, steps, combined, nonfinite, trace: as in a trainer, for all members together.
+        problem: the data, loss and test of the members; the test uses the held-out images.
+        tests: the same problem, tested on the test set of the data set.
+        members: the members that this rank trains, by number.
+        leads: whether this rank is the first of the ranks that train the same members.
+        votes, steps, combined, nonfinite, trace: the attributes of a trainer that the loop uses,
+            for all members together.
     """
 
     combined = True
@@ -74,9 +75,9 @@ class Crew:
             self.members[member] = Member(self.problem, member, first, self.trace)
 
     def step(self, step: int) -> list[tuple[Tensor, Tensor, int]]:
-        """Take a step with each member.
+        """Take a step with each member of this rank.
 
-        Return the loss, the sum of the measure and the number of images of each member.
+        Return, for each member, the loss, the metric summed over images, and the number of images.
         """
         images, labels = self.problem.batches.get(*self.problem.calendar.place(step))
         taken = [(*m.step(step, images, labels), len(images)) for m in self.members.values()]
@@ -86,18 +87,22 @@ class Crew:
         return taken
 
     def gathered(self, values: Mapping[int, Any]) -> dict[int, Any]:
-        """Gather the values of all members by number; each rank passes those of its own members."""
+        """Gather the values of all members, by number; each rank passes those of its members."""
         every = self.comm.allgather(values if self.leads else {})
         return dict(sorted(item for part in every for item in part.items()))
 
     def states(self, wanted: Collection[int]) -> dict[int, State]:
-        """Return the states of the members that the rank needs, from the ranks that train them."""
+        """Return the states of the `wanted` members, received from the ranks that train them."""
         asked = set().union(*self.comm.allgather(set(wanted)))
         held = {m: member.state() for m, member in self.members.items() if m in asked}
         return self.handed(held, wanted)
 
     def handed(self, held: Mapping[int, State], wanted: Collection[int]) -> dict[int, State]:
-        """Return the items that the rank needs, by member, as sent by the ranks of each member."""
+        """Return the items of the `wanted` members, received from the ranks that hold them.
+
+        Args:
+            held: the items that this rank holds, by member and name.
+        """
         items = {f"{m}/{name}": value for m, state in held.items() for name, value in state.items()}
         names = sorted(set().union(*self.comm.allgather(set(items))))
         needed = [name for name in names if int(name.partition("/")[0]) in wanted]
@@ -109,7 +114,7 @@ class Crew:
         return states
 
     def distances(self, members: Sequence[int]) -> Tensor:
-        """Return the distances between all members' weights `[members, members]`."""
+        """Return the distances between the weights of members, `[members, members]`."""
         held = {m: {"weights": member.weights()} for m, member in self.members.items()}
         vectors = self.handed(held, members)
         return selection.distances_of([vectors[member]["weights"] for member in members])
@@ -117,7 +122,7 @@ class Crew:
     # -- what a loop needs from a trainer --------------------------------------------------------
 
     def average_replicas(self) -> None:
-        """Do nothing, because a member is one model; not collective."""
+        """Do nothing, because a member has no replicas; not collective."""
 
     def close(self) -> None:
         """Close the trainers of the members."""
@@ -125,7 +130,7 @@ class Crew:
             member.trainer.close()
 
     def state_dict(self) -> State:
-        """Return the rank's part of its members' states; not collective."""
+        """Return this rank's part of the states of its members; not collective."""
         states = {m: member.state() for m, member in self.members.items()}
         items = {
             f"member-{m}/{n}": value for m, state in states.items() for n, value in state.items()
@@ -133,7 +138,7 @@ class Crew:
         return items | {"trainer/steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state, on any number of ranks.
+        """Load the result of `state_dict` from a checkpoint, on any number of ranks.
 
         Raises:
             UserError: an item is missing or invalid.
@@ -148,7 +153,7 @@ class Crew:
 def divided(
     comm: mpikfac.comm.Comm, options: PopulationOptions, device: torch.device
 ) -> tuple[Problem, Problem]:
-    """Return the problem of the training images that are not held out, with two tests.
+    """Return two problems of training on the images that are not held out, with different tests.
 
     The first problem is tested on the held-out images, and the second one on the data set's test
     images.

@@ -25,7 +25,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Searched:
-    """A hyperparameter that the search changes; the library sees it as a schedule."""
+    """A hyperparameter that the search changes; for the library, it is a schedule over steps."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -34,7 +34,7 @@ class Searched:
         return self.value
 
     def __repr__(self) -> str:
-        """Format the number briefly."""
+        """Format the current value briefly."""
         return f"{self.value:g}"
 
 
@@ -48,7 +48,7 @@ def searched(options: PopulationOptions) -> dict[str, float]:
 
 
 def in_words(numbers: Mapping[str, float]) -> str:
-    """Describe searched hyperparameters."""
+    """Format the values of hyperparameters, such as "lr 0.01, damping 0.1"."""
     return ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
 
 
@@ -58,12 +58,12 @@ class Member:
     Collective over: the ranks of the member, as are all methods.
 
     Args:
-        problem: the data, the loss and the test; members share the data.
+        problem: the data, the loss and the test; all members share the data.
         number: the number of the member; the seed of the initial weights is `seed + number`.
         numbers: the initial values of the searched hyperparameters.
 
     Attributes:
-        lost: whether the training has failed since the last selection.
+        lost: whether the training of this member has failed since the last selection.
         model: the network.
     """
 
@@ -103,12 +103,12 @@ class Member:
         ]
 
     def lr(self, step: int) -> float:
-        """Return the member's learning rate for a step, according to the schedule."""
+        """Return the learning rate in a step: the schedule, scaled by the searched `lr`."""
         rate, first = self._rate(self.problem.calendar.clock(step)), self.problem.options.rate
         return rate * self.numbers.get("lr", first) / first
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Take a step, unless the member is lost; return the loss and the sum of the measure.
+        """Take a step, unless the member is lost; return the loss and the sum of the metric.
 
         A member is lost if its loss is not finite, or its trainer fails.
         """
@@ -136,21 +136,21 @@ class Member:
             return loss.detach(), problem.task.measured(outputs, targets)
 
     def fitness(self) -> dict[str, float]:
-        """Return loss and measures on the held-out images; a lost member's loss is infinite."""
+        """Return loss and metrics on the held-out images; a lost member's loss is infinite."""
         results = self.problem.evaluate(self.model)
         return results | ({"loss": torch.inf} if self.lost else {})
 
     def weights(self) -> Tensor:
-        """Return the parameters as a vector; not collective."""
+        """Return all parameters of the network as one vector; not collective."""
         return torch.cat([each.detach().flatten() for each in self.model.parameters()])
 
     def state(self) -> dict[str, Any]:
-        """Return the rank's part of the state; not collective."""
+        """Return this rank's part of the state of this member; not collective."""
         numbers = {NUMBER + name: value for name, value in self.numbers.items()}
         return self.trainer.state_dict() | numbers | {LOST: int(self.lost)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state, on any number of ranks.
+        """Load the result of `state`, on any number of ranks.
 
         Raises:
             UserError: an item is missing or invalid.
@@ -160,6 +160,6 @@ class Member:
         self.lost = bool(state[LOST])
 
     def follow(self, numbers: Mapping[str, float]) -> None:
-        """From the next step on, use different hyperparameters; not collective."""
+        """Use the hyperparameters `numbers` from the next step on; not collective."""
         for name, value in numbers.items():
             self._numbers[name].value = value

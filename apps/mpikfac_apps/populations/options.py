@@ -104,7 +104,7 @@ def parse(argv: Sequence[str] | None, ranks: int) -> PopulationOptions:
 
 
 def ranks_of_a_member(options: PopulationOptions, ranks: int) -> int:
-    """Return the number of ranks that train a member together."""
+    """Return the number of ranks that train each member together."""
     return max(1, ranks // options.population.members)
 
 

@@ -1,4 +1,4 @@
-"""Run a population: steps of all members, tests, and selection."""
+"""The training run of a population: steps of all members, tests, and selections."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from mpikfac_apps.training.batches import mixed
 from mpikfac_apps.training.parts.problem import words_of
 from mpikfac_apps.training.testing import best
 
-SELECTION, CHANGE = 2, 3  # mixed into the seed of random draws, to distinguish their purpose
+SELECTION, CHANGE = 2, 3  # mixed into seeds, so that random draws differ by purpose
 
 log = logging.getLogger("mpikfac.train")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train a population; return 0, or `exit_code` after a stop.
+    """Train a population; return 0, or the option `exit_code` after a request to stop.
 
     Collective over: world.
 
@@ -52,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class PopulationRun(Loop):
-    """The run of a population.
+    """The training loop of a population.
 
     Collective over: comm, as are all methods.
 
     Attributes:
-        population: all options.
-        crew: the members of the rank.
+        population: all options, of the training and of the search.
+        crew: the members that this rank trains.
     """
 
     unit = "images"
@@ -82,7 +82,7 @@ class PopulationRun(Loop):
         )
 
     def take(self, step: int) -> None:
-        """Take a step with each member."""
+        """Take a step with each member of this rank."""
         place = self.crew.problem.calendar.place(step)
         batch = self.crew.problem.calendar.at(place[0]).batch
         with self.speed.step(batch * self.population.population.members):
@@ -94,11 +94,11 @@ class PopulationRun(Loop):
         return self.crew.problem.calendar.epochs(steps)
 
     def test_due(self, steps: int) -> bool:
-        """Return whether members are tested after `steps` steps; not collective."""
+        """Return whether all members are tested after `steps` steps; not collective."""
         return steps % self.population.population.every == 0 or steps == self._total
 
     def test_after(self, steps: int) -> None:
-        """Test the members on held-out images, then select; at the end, test the best one."""
+        """Test all members on held-out images; then select or, at the end, test the best one."""
         results = self.crew.gathered({n: m.fitness() for n, m in self.crew.members.items()})
         numbers = self.crew.gathered({n: m.numbers for n, m in self.crew.members.items()})
         lost = [member for member in results if not math.isfinite(results[member]["loss"])]
@@ -132,7 +132,7 @@ class PopulationRun(Loop):
         )
 
     def _select(self, steps: int, ranking: Sequence[int], lost: Sequence[int]) -> None:
-        """Replace members with children of better members."""
+        """Replace the lost, the worst and similar members with children of better members."""
         search, seed = self.population.population, self.population.train.seed
         gone = set(lost)
         if search.near:
@@ -152,7 +152,10 @@ class PopulationRun(Loop):
         log.info("step %d: replaced %s", steps, ", ".join(pairs))
 
     def _replace(self, child: int, first: State, second: State, steps: int) -> None:
-        """Replace a member with the child of two states, which are the same without crossover."""
+        """Replace the member `child` with a child of two parents' states.
+
+        Without crossover, both states are the same.
+        """
         search, member = self.population.population, self.crew.members[child]
         seed = self.population.train.seed
         generator = torch.Generator().manual_seed(mixed(seed, CHANGE, steps, child))
@@ -166,7 +169,7 @@ class PopulationRun(Loop):
         member.follow(selection.explored(member.numbers, search.explore, generator))
 
     def _end_with(self, leader: int) -> None:
-        """Test the best member, for the first time on the test data; keep its weights."""
+        """Test the best member, for the first time on the test set, and save its weights."""
         results = {}
         if leader in self.crew.members:
             model = self.crew.members[leader].model
@@ -198,6 +201,6 @@ class PopulationRun(Loop):
         return of_numbers(self.population)
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a `state` of a run with the same options."""
+        """Load the result of `state` from a checkpoint of a run with the same options."""
         check_options(files.json_of(str(checkpoint["run/data"])), self.about())
         self.crew.load_state_dict(checkpoint)

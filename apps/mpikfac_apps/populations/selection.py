@@ -1,6 +1,6 @@
-"""Select and change members: which ones are replaced by which, and what a child inherits.
+"""Select members of a population to replace and their parents, and create their children.
 
-These are pure functions: all ranks compute the same result, on any number of ranks.
+The functions are pure: all ranks compute the same result, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def replacements(
 
     Args:
         ranking: the members, the best first.
-        lost: members that are replaced wherever they are in the ranking, except in first place.
+        lost: members that are replaced wherever they are in the ranking, except in the first place.
         worst: the fraction of the members to replace, taken from the end of the ranking.
-        crossover: whether the second parent is drawn from all members that are kept.
+        crossover: whether a second parent is drawn, from all members that are kept.
     """
     count = max(1, int(worst * len(ranking)))
     replaced = {*ranking[-count:], *lost} - {ranking[0]}
@@ -50,14 +50,14 @@ def replacements(
 
 
 def drawn(members: Sequence[int], generator: torch.Generator) -> int:
-    """Return one of the members at random."""
+    """Return a random member."""
     return members[int(torch.randint(len(members), (), generator=generator))]
 
 
 def explored(
     numbers: Mapping[str, float], factor: float, generator: torch.Generator
 ) -> dict[str, float]:
-    """Return the hyperparameters, each multiplied or divided by the factor at random."""
+    """Return the hyperparameters, each of them multiplied or divided by `factor` at random."""
     signs = (2 * torch.randint(2, (len(numbers),), generator=generator) - 1).tolist()
     return {name: value * factor**sign for (name, value), sign in zip(numbers.items(), signs)}
 
@@ -76,7 +76,7 @@ def crossed(
     layers: Collection[str],
     generator: torch.Generator,
 ) -> State:
-    """Return a state in which each layer comes from one of two states, at random.
+    """Return a state in which each layer comes from one of two members' states, at random.
 
     The weights, momentum and curvature of a layer stay together. Everything that belongs to no
     layer comes from the first state.
@@ -101,7 +101,7 @@ def mutated(
 ) -> State:
     """Return a state in which Gaussian noise is added to the tensors `names`.
 
-    The standard deviation of the noise is `size` times the tensor's RMS.
+    The standard deviation of the noise is `size` times the root mean square of the tensor.
     """
     changed = dict(state)
     for name in sorted(names):
@@ -113,7 +113,7 @@ def mutated(
 
 
 def suppressed(ranking: Sequence[int], distances: Tensor, near: float) -> set[int]:
-    """Return the members that have a better member in their cluster.
+    """Return the members that are not the best of their cluster of similar members.
 
     Clusters start as single members. As long as the smallest mean distance between two clusters is
     less than `near`, these two clusters are joined.
@@ -137,7 +137,7 @@ def suppressed(ranking: Sequence[int], distances: Tensor, near: float) -> set[in
 
 
 def distances_of(weights: Sequence[Tensor]) -> Tensor:
-    """Return the norms of differences between vectors, relative to the mean of their norms."""
+    """Return the distances between vectors, each relative to the mean of the two norms."""
     vectors = torch.stack([vector.double().cpu() for vector in weights])
     norms = vectors.norm(dim=1)
     apart = torch.stack([(vectors - vector).norm(dim=1) for vector in vectors])

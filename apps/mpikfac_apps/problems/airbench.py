@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SEEN = 1000  # the number of training images from which the whitening is computed
-EPSILON = 5e-4  # added to the eigenvalues, to keep filters finite in directions without variance
-BIAS_EPOCHS = 3
+EPSILON = 5e-4  # added to eigenvalues, to keep filters finite where patches have no variance
+BIAS_EPOCHS = 3  # epochs in which the bias of the first layer is trained
 
 
 def dirac(conv: nn.Conv2d) -> None:
-    """Initialise the first filters to the identity; the others keep torch's initial values."""
+    """Initialise the first `in_channels` filters to the identity; others keep initial values."""
     nn.init.dirac_(conv.weight[: conv.in_channels])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Autoencoder(nn.Sequential):
-    """A network that maps images `[n, channels, h, w]` to the logits of all pixels `[n, pixels]`.
+    """A network that maps images `[n, channels, h, w]` to a logit for each pixel `[n, pixels]`.
 
     The encoder's layers have `widths` units, and the decoder mirrors it. Hidden units use tanh, and
     the code is linear. Biases are initialised to 0.
@@ -17,7 +17,7 @@ class Autoencoder(nn.Sequential):
     Args:
         pixels: the number of pixel values per image, over all channels.
         widths: the number of units of each encoder layer; the last is the length of the code.
-        draw: fills a weight matrix with random values.
+        draw: fills a weight matrix with random initial values.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Generate images of smooth curves, a data set for deep autoencoders that needs no files.
+"""Generate images of smooth curves, a data set without files for deep autoencoders.
 
 Each image shows a parabola through three random points, so it is determined by six numbers. All
 operations are correctly rounded (IEEE 754), and no value depends on the order of evaluation, so the

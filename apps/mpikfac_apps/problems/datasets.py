@@ -1,9 +1,9 @@
 """Load data sets by name, as whole tensors of bytes or as lists of image files.
 
 `digits` comes with the program, `curves` and `synthetic` are generated, `text` is read from text
-files, `volume` from a brain scan, and `cifar10`, `cifar100` and `patches` from either of the
-two official layouts. The readers never execute code from a file. `folder` and `packed` are lists.
-FILE.py:FUNCTION is a user's function that returns a data set.
+files, `volume` from a brain scan, and `cifar10`, `cifar100` and `patches` from either of CIFAR's
+two official layouts. `folder` and `packed` are lists of image files. The readers of these data sets
+never execute code from a file. FILE.py:FUNCTION is a user's function that returns a data set.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
 
 @dataclass(frozen=True)
 class Cifar:
-    """The layout of a CIFAR data set's archives.
+    """The layout of the two archives of a CIFAR data set, the binary and the Python version.
 
     Attributes:
         name: the name of the data set.
-        folders: the folder names of the binary and the Python version.
+        folders: the names of the folders in the binary and the Python version.
         train, test: the names of the files, without the suffix of the binary version.
-        times: the number of records in a training file, divided by that in the test file.
+        times: the number of records in a training file, divided by the number in the test file.
         classes: the number of classes.
         before: the number of bytes before the label in a binary record.
-        key: the key of the labels in a pickle's dictionary.
+        key: the key of the labels in the dictionary of a file of the Python version.
     """
 
     name: str
@@ -90,15 +90,15 @@ HUNDRED = Cifar(
 class Dataset:
     """Images as bytes `[n, channels, h, w]` and int64 labels `[n]`, for training and testing.
 
-    For a text, images are windows of bytes `[n, size]`, and the label of each byte is the byte that
-    follows it. For a volume, images are crops `[n, 1, d, h, w]`, and the labels are the classes of
-    the voxels, as bytes.
+    For a text, "images" are windows of bytes `[n, size]`, and the label of each byte is the byte
+    that follows it. For a volume, "images" are crops `[n, 1, d, h, w]`, and the labels are the
+    classes of the voxels, as bytes.
 
     Attributes:
         classes: the number of classes; 0 if images have no labels (all labels are then 0), and 256
             for a text.
         white: the value of a white pixel.
-        about: a one-line description of data that differ between machines.
+        about: a one-line description for the log, if the data can differ between machines.
     """
 
     train_images: Tensor
@@ -111,12 +111,12 @@ class Dataset:
 
     @property
     def channels(self) -> int:
-        """The number of channels of an image, or of tokens in a window."""
+        """The number of channels of an image, or the number of tokens in a window of text."""
         return self.train_images.shape[1]
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Checksums of training labels, training pixels and test set, which a restart compares."""
+        """Checksums of training labels, training pixels and test set, for a restart to compare."""
         return {
             "images": _crc(self.train_labels),
             "pixels": _crc(self.train_images),
@@ -151,10 +151,10 @@ def load(
     Args:
         path: for cifar10, cifar100 and patches, the directory of the files or its parent; for
             folder, the folder; for packed, the file; for text, a file or a directory of text files;
-            for volume, the folder of the two files.
-        train_images: the number of training images to use: the first ones, or evenly spaced ones of
-            a list; for curves and synthetic, the number of images to generate.
-        test_images: the number of test images to use, selected in the same way.
+            for volume, the folder with image.nii.gz and labels.nii.gz.
+        train_images: the number of training images to use: the first ones or, for folder and
+            packed, evenly spaced ones; for curves and synthetic, the number of images to generate.
+        test_images: the number of test images to use, the first or evenly spaced ones.
         size: for patches, synthetic, folder and packed, the side length in pixels; for text, the
             bytes per window; for volume, the side length of a crop in voxels.
         classes: for synthetic, the number of classes.
@@ -247,7 +247,7 @@ def volume(
 
 
 def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
-    """Load a CIFAR data set in the binary or the Python layout, reading only the files needed."""
+    """Load a CIFAR data set in the binary or the Python layout; read only the files needed."""
     root = Path(path)
     layouts = dict(zip(kind.folders, ((read_binary, ".bin"), (read_python, ""))))
     candidates = [place for name in layouts for place in (root, root / name) if place.name == name]
@@ -299,7 +299,7 @@ def grey_patches(photos: Tensor, size: int, generator: torch.Generator) -> Tenso
 
 
 def read_binary(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return pixels `[n, 3072]` and labels `[n]`; a record stores its labels before its pixels."""
+    """Return pixels `[n, 3072]` and labels `[n]` from a file of CIFAR's binary version."""
     raw = np.frombuffer(files.read_bytes(path, times * CIFAR_LIMIT, links=True), dtype=np.uint8)
     records, size = times * CIFAR_RECORDS, kind.before + 1 + CIFAR_PIXELS
     if len(raw) != records * size:
@@ -312,7 +312,7 @@ def read_binary(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarr
 
 
 def checked_labels(path: Path, labels: np.ndarray, classes: int) -> np.ndarray:
-    """Return the labels as int64, after checking their range."""
+    """Return labels as int64, after checking that they are at least 0 and below `classes`."""
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(wrong):
         raise ValueError(
@@ -322,7 +322,7 @@ def checked_labels(path: Path, labels: np.ndarray, classes: int) -> np.ndarray:
 
 
 def read_python(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return pixels `[n, 3072]` and labels `[n]` from a pickle, without executing it."""
+    """Return pixels `[n, 3072]` and labels `[n]` from a pickle, without executing its code."""
     pickled = files.read_bytes(path, times * CIFAR_LIMIT, links=True)
     try:
         check_size(pickled, times * CIFAR_INSTRUCTIONS)
@@ -348,12 +348,12 @@ def read_python(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarr
 
 
 def check_size(pickled: bytes, most: int) -> None:
-    """Check, before loading a pickle, that it will need little more memory than its size.
+    """Check, before a pickle is loaded, that this will not take much more memory than the file.
 
     Raises:
         ValueError: the pickle has more than `most` instructions, ends within an instruction,
-            requests a large table, or contains integers of more than 64 bits, which could be slow
-            as dictionary keys.
+            requests a memo table of more than `most` entries, or contains integers of more than 64
+            bits, which could be slow as dictionary keys.
     """
     for count, (instruction, argument, _) in enumerate(pickletools.genops(pickled)):
         place = argument if instruction.name in ("PUT", "BINPUT", "LONG_BINPUT") else 0
@@ -367,7 +367,7 @@ def flat_labels(labels: object) -> np.ndarray:
     """Return a list of integers as an array.
 
     Raises:
-        ValueError: the labels are anything else, such as a list that contains itself.
+        ValueError: `labels` is not a list of integers; for example, it contains itself.
     """
     if not isinstance(labels, list) or any(type(label) is not int for label in labels):
         raise ValueError("labels are not a list of whole numbers")
@@ -375,7 +375,7 @@ def flat_labels(labels: object) -> np.ndarray:
 
 
 class Inert:
-    """A replacement for the objects in a pickle, which only stores the values it is given."""
+    """A replacement for the objects in a pickle; it only stores the values that it is given."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -388,7 +388,7 @@ class Inert:
 class DataOnlyUnpickler(pickle.Unpickler):
     """Read a pickle of plain data and numpy arrays; arrays become `Inert` objects.
 
-    A pickle is a program that can call anything it can name; with this reader, it can name only
+    A pickle is a program that can call anything it can name; with this reader, it can call only
     `Inert`.
     """
 
@@ -399,7 +399,7 @@ class DataOnlyUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> type[Inert]:
-        """Return `Inert` for the few names that a batch of images needs."""
+        """Return `Inert` for the names that a file of CIFAR's Python version needs."""
         if (module, name) not in self.ALLOWED:
             raise ValueError(f"it requests {module}.{name}, which images and labels never need")
         return Inert
@@ -407,7 +407,7 @@ class DataOnlyUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Source:
-    """The entry of a data set in `DATASETS`.
+    """An entry of the registry `DATASETS`: a data set, and the options that it supports.
 
     Attributes:
         load: returns the data set, given `images` and the options in `takes`.
@@ -418,7 +418,7 @@ class Source:
             it depends on the data.
         holds: what a network can learn from the data.
         takes: the options in the group `data` that this data set supports but others may not.
-        needs: an option that must be set, and what it means.
+        needs: an option in the group `data` that must be set, and what it means.
         files: whether images are read from files during training.
     """
 
@@ -470,7 +470,7 @@ DATASETS = {
 
 
 def source(name: str) -> Source:
-    """Return the entry of a data set, or of FILE.py:FUNCTION.
+    """Return the registry entry for a data set, or an entry for FILE.py:FUNCTION.
 
     Raises:
         ValueError: no data set has that name; the message lists all names.
@@ -486,7 +486,7 @@ def source(name: str) -> Source:
 
 @cache
 def form(name: str, path: str | None) -> tuple[int, int]:
-    """Return the channels and the classes of a data set, reading the data only if necessary.
+    """Return the numbers of channels and classes of a data set; read the data only if necessary.
 
     Raises:
         ValueError: the data set cannot be read.
@@ -521,7 +521,10 @@ def from_function(name: str, images: int | None = None) -> Dataset:  # noqa: ARG
 
 
 def check_part(what: str, images: Tensor, labels: Tensor) -> None:
-    """Check a user's images and labels.
+    """Check the training or test images and labels that a user's function returned.
+
+    Args:
+        what: the option and the part of the data, for error messages.
 
     Raises:
         ValueError: a tensor has the wrong dtype, shape or range.

@@ -38,7 +38,7 @@ def kaiming(conv: nn.Conv2d) -> None:
 
 @dataclass(frozen=True)
 class NetworkEntry:
-    """How a named network is created, and what it takes.
+    """The registry entry for a network: how it is created, and what it takes.
 
     Attributes:
         make: creates the network from `classes` and `channels`, which for a language model are the
@@ -50,7 +50,7 @@ class NetworkEntry:
         task: what the network learns.
         draw: initialises the weights of a convolution; None if the network initialises all weights.
         takes: the arguments of `make` that the network uses.
-        covers: the covering class of each module type.
+        covers: the class with which K-FAC covers each module type.
     """
 
     make: Callable[..., nn.Module]
@@ -90,7 +90,7 @@ def digits_cnn(classes: int, channels: int) -> nn.Module:
 
 
 def autoencoder(side: int, widths: Sequence[int], draw: Callable[[Tensor], Tensor]) -> NetworkEntry:
-    """Return the entry of an autoencoder for images of `side` x `side` pixels."""
+    """Return the registry entry for an autoencoder for images of `side` x `side` pixels."""
 
     def make(classes: int, channels: int) -> nn.Module:  # noqa: ARG001 (as all networks)
         return Autoencoder(channels * side**2, widths, draw)
@@ -133,14 +133,14 @@ MODELS: dict[str, NetworkEntry] = {
 
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The channels-last memory format for each number of weight dimensions."""
+"""The channels-last memory format of a weight, by its number of dimensions."""
 
 OTHERS = "FILE.py:FUNCTION", "timm:NAME"
-"""How third-party networks are named."""
+"""The formats in which third-party networks are named."""
 
 
 def network(name: str) -> NetworkEntry:
-    """Return the entry of a network: from `MODELS`, a file, or timm.
+    """Return the entry for a network: from the registry `MODELS`, or for one from a file or timm.
 
     Raises:
         ValueError: no network has that name, the file raises an error, or timm is not installed;
@@ -163,11 +163,11 @@ def network(name: str) -> NetworkEntry:
 
 
 def build(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
-    """Return a newly initialised network that maps images `[n, channels, h, w]` to `[n, outputs]`.
+    """Return a network with initial weights that maps images `[n, channels, h, w]` to outputs.
 
-    A classifier has one output per class, an autoencoder one per pixel. A language model takes
-    windows of up to `channels` tokens, and has an output for each of `classes` tokens. A segmenter
-    takes volumes, and has one output per class and voxel.
+    A classifier has one output per class, an autoencoder one per pixel, `[n, outputs]`. A language
+    model takes windows of up to `channels` tokens, and has, at each position, an output for each of
+    `classes` tokens. A segmenter takes volumes, and has one output per class and voxel.
 
     Args:
         classes: the number of classes; None for the default.
@@ -180,12 +180,12 @@ def build(name: str, classes: int | None = None, channels: int | None = None) ->
 
 
 def skeleton(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
-    """Return a network of which only the shapes are used, on the meta device if possible.
+    """Return a network of which only the shapes are needed, on the meta device if possible.
 
     Raises:
         ValueError: see `build`.
     """
-    # Not on the meta device, because tensors that a file creates when it is executed must be real.
+    # Outside of the meta device, because tensors that a file creates at import must be real.
     entry = network(name)
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
@@ -195,7 +195,7 @@ def skeleton(name: str, classes: int | None = None, channels: int | None = None)
 
 
 def _made(entry: NetworkEntry, classes: int | None, channels: int | None) -> nn.Module:
-    """Return the network of an entry; see `build`."""
+    """Return the network that a registry entry describes; see `build`."""
     model = entry.make(classes=classes or entry.classes, channels=channels or entry.channels)
     if entry.draw:
         for module in model.modules():
@@ -211,7 +211,7 @@ def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
         images: a few inputs of the network.
 
     Returns:
-        A warning if the network ends in a softmax; "" otherwise.
+        A warning if the outputs are probabilities or log-probabilities; "" otherwise.
 
     Raises:
         ValueError: the network raises an error, or has a different number of outputs.
@@ -243,7 +243,7 @@ def channels_last(model: nn.Module) -> nn.Module:
 def shapes_of(
     name: str, classes: int | None = None, coverage: mpikfac.Coverage | None = None
 ) -> tuple[list[mpikfac.LayerShape], list[tuple[str, tuple[int, ...]]]]:
-    """Return a network's covered layers, and the name and shape of each other tensor that is sent.
+    """Return a network's covered layers, and the names and shapes of other tensors that are sent.
 
     Args:
         coverage: None for the network's default coverage.

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 import mpikfac
 
 USUAL = {"classes": 10, "channels": 3}
-"""Values for a function's required arguments that are not set otherwise."""
+"""Values for required arguments of a user's function that no option sets."""
 
 
 # -- functions in files ----------------------------------------------------------------------------
@@ -34,8 +34,8 @@ def built(name: str, **numbers: int | None) -> nn.Module:
     """Return the result of FILE.py:FUNCTION.
 
     Args:
-        numbers: `classes` and `channels`, for functions with parameters of these names; None for
-            the function's default or, if it has none, the value in `USUAL`.
+        numbers: values for the parameters `classes` and `channels`, if the function has them; None
+            for the parameter's default or, if it has none, the value in `USUAL`.
 
     Raises:
         ValueError: the file or the function does not exist or raises an error, or the function does
@@ -133,7 +133,7 @@ def _content(name: str) -> ModuleType:
     return _executed(path.resolve(), path.stat().st_mtime_ns)
 
 
-@cache  # a second execution would create new classes, which the first COVERS lacks
+@cache  # a second execution would create new classes, which are missing in the first COVERS
 def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a key of the cache)
     # Annotations are looked up in `sys.modules` under this name, so it must be unique.
     name = str(path.with_suffix("")) if path.stem in sys.modules else path.stem
@@ -162,7 +162,7 @@ def of_timm(name: str, classes: int, channels: int) -> nn.Module:
 
 
 def usual_of_timm(name: str) -> tuple[tuple[int, int, int], int, bool]:
-    """Return the default image size and number of classes, and whether the size is fixed.
+    """Return a timm network's default image shape and classes, and whether the size is fixed.
 
     Raises:
         ValueError: timm is not installed, or has no network with this name.
@@ -239,7 +239,7 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def named_probabilities(outputs: Tensor) -> str:
-    """Return "probabilities" or "log-probabilities" if the outputs are such, otherwise "".
+    """Return "probabilities" or "log-probabilities" if `outputs` are either of them, else "".
 
     Args:
         outputs: `[batch, classes]`.
@@ -253,10 +253,13 @@ def named_probabilities(outputs: Tensor) -> str:
 
 @contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Convert any exception raised by a user's code to a one-line ValueError.
+    """Convert any exception raised in the with statement's body to a one-line ValueError.
+
+    Args:
+        what: what the body does, such as the call of a user's function, for the error message.
 
     Raises:
-        ValueError: the code raised an exception.
+        ValueError: the body raised an exception.
     """
     try:
         yield
@@ -265,6 +268,6 @@ def one_line_errors(what: str) -> Iterator[None]:
 
 
 def summary(error: BaseException) -> str:
-    """Return the type of an error and the first line of its text, if any."""
+    """Return the type of an error and the first line of its message, if there is one."""
     first = str(error).strip().partition("\n")[0]
     return ": ".join(filter(None, [type(error).__name__, first]))

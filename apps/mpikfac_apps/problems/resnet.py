@@ -78,7 +78,10 @@ Shortcut = Callable[[int, int, int], nn.Module]  # takes inputs, outputs and str
 def stage(
     block: ResidualBlock, inputs: int, width: int, blocks: int, stride: int, shortcut: Shortcut
 ) -> nn.Module:
-    """Return the blocks of a stage; the first applies the stride, and projects if shapes change."""
+    """Return the blocks of a stage; the first one has the stride and, if needed, a shortcut module.
+
+    The shortcut module adapts the input if the stage changes the size or the number of channels.
+    """
     outputs = width * block.expansion
     first = shortcut(inputs, outputs, stride) if stride > 1 or inputs != outputs else None
     tail = [block(outputs, width, 1, None) for _ in range(blocks - 1)]
@@ -104,7 +107,7 @@ class CifarResNet(nn.Module):
 
 
 class ImageNetResNet(nn.Module):
-    """A 7x7 stem and four stages, designed for 224x224 pixels but usable from 32x32 pixels up."""
+    """A 7x7 stem and four stages, designed for 224x224 pixels but usable from 32x32 pixels on."""
 
     def __init__(
         self, block: ResidualBlock, blocks: list[int], classes: int, channels: int

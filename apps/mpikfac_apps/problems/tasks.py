@@ -1,7 +1,8 @@
-"""What a network learns: the targets, the loss, and the measure of success.
+"""What a network learns: the targets, the loss, and the metric.
 
 A classifier learns the labels of images. An autoencoder learns the pixels of its input. A
-language model learns the next token of a text, and a segmenter the class of each voxel of a volume.
+language model learns to predict the next token of a text, and a segmenter the class of each voxel
+of a volume.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 Measure = Literal["accuracy", "error", "bits per byte", "dice"]
 Sums = Mapping[str, Callable[[Tensor, Tensor], Tensor]]
-"""Functions by name that take outputs and targets and return a measure summed over examples."""
+"""Functions by name that take outputs and targets, and return a metric summed over examples."""
 
 
 @dataclass(frozen=True)
@@ -27,24 +28,25 @@ class Task:
     """What a network learns.
 
     Attributes:
-        learns: the part of a data set that the network learns.
+        learns: the part of a data set that the network learns to predict.
         loss_name: the name of the loss in `KFAC.record`.
         loss: returns the mean loss, given outputs and targets.
         targets: returns the targets, given inputs and labels: images `[n, channels, h, w]` and
             labels `[n]` (`[n, classes]` for mixed images), windows of tokens `[n, positions]` and
             the next tokens `[n, positions]`, or volumes and classes `[n, d, h, w]`.
-        measure: the name of the measure. Higher is better for accuracy and the Dice coefficient,
-            lower for the error and bits per byte.
-        measured: returns, given outputs and targets, the measure summed over examples, or the sums
-            of the values from which the measure is computed.
+        measure: the name of the task's metric. Higher is better for accuracy and the Dice
+            coefficient, lower for the error and bits per byte.
+        measured: returns, given outputs and targets, the metric summed over examples, or the sums
+            of the values from which the metric is computed.
         inputs: what the network takes: "tokens", pixels between 0 and 1 ("unit"), or pixels with
             mean 0 and variance 1 ("normal").
         dimensions: the number of dimensions within an example over which the loss averages, such as
             1 for a text and 3 for a volume; 0 if an example has a single loss.
-        further: other quantities that a test measures, by name.
-        per_class: the number of values per class from which the measure is computed; 0 if the
-            measure itself is a mean.
-        value: returns the measure, given the means of its values over all examples.
+        further: functions for further metrics of a test, by name.
+        per_class: the number of values per class from which the metric is computed; 0 if the metric
+            is a mean over examples.
+        value: returns the metric, given the means over all examples of the values from which it is
+            computed.
     """
 
     learns: Literal["labels", "pixels", "text", "voxels"]
@@ -60,7 +62,7 @@ class Task:
     value: Callable[[Sequence[float]], float] = itemgetter(0)
 
     def tests(self, classes: int) -> Sums:
-        """Return the functions whose sums a test computes, by name; the measure comes first.
+        """Return the functions of a test's metrics, by name; the task's metric comes first.
 
         Args:
             classes: the number of classes; top-5 accuracy needs more than 5 classes.
@@ -70,16 +72,16 @@ class Task:
         return {self.measure: self.measured, **further}
 
     def numbers(self, classes: int) -> int:
-        """Return the number of values from which the measure is computed."""
+        """Return the number of values from which the task's metric is computed."""
         return self.per_class * classes or 1
 
     def better(self, value: float, than: float) -> bool:
-        """Return whether a value of the measure is better than another; NaN never is."""
+        """Return whether a value of the task's metric is better than another; NaN never is."""
         return value > than if self.measure in ("accuracy", "dice") else value < than
 
 
 def labels_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all targets)
-    """Return the labels."""
+    """Return the labels as the targets; `inputs` is ignored."""
     return labels
 
 
@@ -102,7 +104,7 @@ def right_in_5(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def pixels_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all targets)
-    """Return the inputs as `[n, pixels]`."""
+    """Return the inputs, reshaped to `[n, pixels]`, as the targets; `labels` is ignored."""
     return inputs.flatten(1)
 
 
@@ -112,7 +114,7 @@ def squared_error(logits: Tensor, pixels: Tensor) -> Tensor:
 
 
 def classes_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all targets)
-    """Return labels stored as bytes in the int64 form that cross entropy expects."""
+    """Return labels stored as bytes as int64 targets, which cross entropy expects."""
     return labels.long()
 
 
@@ -143,9 +145,10 @@ def overlaps(scores: Tensor, classes: Tensor) -> Tensor:
 
 
 def dice(means: Sequence[float]) -> float:
-    """Return the Dice coefficient 2 |A and B| / (|A| + |B|), averaged over all classes but 0.
+    """Return the Dice coefficient 2 |A and B| / (|A| + |B|), averaged over classes except 0.
 
-    All volumes are treated as one. A class with no voxels in A or B is ignored.
+    For each class, A are the voxels where it has the largest score, and B its voxels, over all
+    volumes together. A class for which both A and B are empty is ignored.
 
     Args:
         means: the counts returned by `overlaps`, averaged over volumes.

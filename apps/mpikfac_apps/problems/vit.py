@@ -1,4 +1,4 @@
-"""Transformer blocks made of linear layers, which K-FAC covers, and a small vision transformer."""
+"""Transformer blocks made of linear layers, which K-FAC covers, and a vision transformer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention, then two linear layers; both parts are pre-norm and have a shortcut."""
+    """Attention, then two linear layers; each of these two parts is pre-norm and has a shortcut."""
 
     def __init__(self, width: int, heads: int, hidden: int, causal: bool = False) -> None:
         super().__init__()

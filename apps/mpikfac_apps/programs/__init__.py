@@ -1,1 +1,1 @@
-"""What small training programs share: the options, the trainer, and the run of a `Work`."""
+"""Code that small training programs share: options, a trainer, and a loop that runs a `Work`."""

@@ -1,4 +1,4 @@
-"""Random numbers that depend only on given numbers, such as the seed and a step."""
+"""Random generators seeded by several integers, such as the seed of a run and a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 
 def mixed(*numbers: int) -> int:
-    """Return a seed that depends on all `numbers`, because torch uses only 32 bits of a seed."""
+    """Hash `numbers` into a 32-bit seed, because torch uses only 32 bits of a seed."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 

@@ -38,7 +38,7 @@ class Kfac:
 
     @property
     def assignment(self) -> Assignment:
-        """Which ranks precondition a layer."""
+        """The assignment of each layer to the ranks that precondition it."""
         return HybridOpt(grad_workers=self.grad_workers) if self.grad_workers else CommOpt()
 
 
@@ -75,7 +75,7 @@ class ProgramLearning:
         return self.lr or self.rates[self.optimizer]
 
     def rate_of(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step in a run of `steps` steps."""
+        """Return the learning rate in step `step`, counted from 0, of a run of `steps` steps."""
         return self.rate * min((step + 1) / (self.warmup + 1), 1 - step / steps)
 
 

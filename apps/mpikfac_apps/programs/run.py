@@ -1,4 +1,4 @@
-"""Run a small program: read the options, create the work, and take its steps."""
+"""Run a small training program: read its options, create its `Work`, and take the steps."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ log = logging.getLogger("mpikfac.train")
 def main(
     program: str, group: type[Options], make: Make[Options], argv: Sequence[str] | None = None
 ) -> int:
-    """Train, and print a line after each epoch; return 0, or `exit_code` after a stop.
+    """Train, and print a line after each epoch; return 0, or the option `exit_code` after a stop.
 
     Collective over: world.
 
     Args:
         program: the name of the program, such as mpikfac train-detection.
-        group: the dataclass of the options.
-        make: creates the work on every rank; collective. A `ValueError` on a single rank must be
-            raised inside `mpikfac.comm.together`.
+        group: the dataclass of the program's options.
+        make: creates the program's `Work` on every rank; collective. A `ValueError` on a single
+            rank must be raised inside `mpikfac.comm.together`.
 
     Raises:
         SystemExit: with code 2, after a one-line message about an error that the user can correct.
@@ -68,7 +68,7 @@ def main(
 
 
 class ProgramRun(Loop):
-    """The run of a small program.
+    """The training loop of a small program, which takes the steps of a `Work`.
 
     Collective over: comm, as are all methods.
     """
@@ -94,7 +94,7 @@ class ProgramRun(Loop):
         )
 
     def take(self, step: int) -> None:
-        """Take a step of the work."""
+        """Take a step of the program's `Work`."""
         self.set_rate(step)
         with self.speed.step(self.work.examples_per_step):
             loss, examples, sums = self.work.step(step)
@@ -123,14 +123,14 @@ class ProgramRun(Loop):
         log.info("epoch %d: %s, %.1f s", epoch, ", ".join(words), self.speed.seconds)
 
     def summary(self) -> str:
-        """Return a line about the work, the ranks and the steps; not collective."""
+        """Return a line about the network, the data, the ranks and the steps; not collective."""
         return (
             f"{self.work.summary()} with {self.options.optimizer}; ranks {self.comm.size}, "
             f"steps {self.trainer.steps} to {self.steps}, {self.work.steps_per_epoch} per epoch"
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the rank's part of the work's state."""
+        """Return this rank's part of the state of the program's `Work`."""
         return self.work.state()
 
     def about(self) -> dict[str, Any]:
@@ -138,22 +138,22 @@ class ProgramRun(Loop):
         return of_numbers(self.options)
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a `state` of a run with the same options."""
+        """Load the result of `state` from a checkpoint of a run with the same options."""
         check_options(files.json_of(str(checkpoint["run/data"])), of_numbers(self.options))
         self.work.load(checkpoint)
 
 
 def of_numbers(options: DataclassInstance) -> dict[str, Any]:
-    """Return the options on which the results of a run depend."""
+    """Return the options on which results depend: all except those in `RunOptions`."""
     of_a_start = RunOptions.__dataclass_fields__
     return {key: value for key, value in flat(options).items() if key not in of_a_start}
 
 
 def check_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that a run continues with the same options.
+    """Check that a resumed run has the same options as the run that wrote the checkpoint.
 
     Raises:
-        ValueError: an option has changed.
+        ValueError: an option differs.
     """
     for name, value in now.items():
         if before.get(name) != value:

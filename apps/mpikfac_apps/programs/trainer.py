@@ -27,13 +27,14 @@ def trainer_of(
     Collective over: comm.
 
     Args:
-        coverage: which layers K-FAC covers; `skip` and `largest` of the options also apply. None
+        coverage: which layers K-FAC covers; the K-FAC options `skip` and `largest` also apply. None
             for all layers.
-        estimator: how K-FAC estimates factors; the default if None.
-        trace: times the stages; a new trace if None.
+        estimator: how K-FAC estimates factors; None for the default.
+        trace: times the stages of a step; None for a new trace.
 
     Raises:
-        UserError: a K-FAC setting is not supported, or values differ between ranks.
+        UserError: a K-FAC setting is not supported, or values that must be equal on all ranks
+            differ.
     """
     optimizer = optimizer_of(model, options)
     if options.optimizer != "kfac":

@@ -1,4 +1,4 @@
-"""What a small program trains: the trainer, a step, a test and the state."""
+"""The base class of a small program's training: its trainer, step, test and state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NONE = torch.zeros(0)
 
 
 class Taken(NamedTuple):
-    """A step that a rank has taken.
+    """The results of a training step on one rank.
 
     Attributes:
         loss: the mean loss of the rank's examples before the step.
         examples: the number of the rank's examples.
-        sums: each measure, summed over the examples, `[measures]`.
+        sums: each metric, summed over the rank's examples, `[measures]`.
     """
 
     loss: Tensor
@@ -30,17 +30,18 @@ class Taken(NamedTuple):
 
 
 class Work(ABC):
-    """What a small program trains.
+    """The base class of a small program's training.
 
-    The data of a step depend only on its number and the seed, so a restart needs no data state.
+    The data of a step depend only on the step's number and the seed, so checkpoints contain no
+    state of the data.
 
     Collective over: world, as are all methods.
 
     Attributes:
-        trainer: the trainer.
+        trainer: the trainer of the network.
         steps_per_epoch: the number of steps in an epoch.
         examples_per_step: the number of examples in a step, on all ranks together.
-        measures: the names of the measures in `Taken.sums`.
+        measures: the names of the metrics in `Taken.sums`.
     """
 
     trainer: Trainer
@@ -61,11 +62,11 @@ class Work(ABC):
         """Summarise the network and the data; not collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return the rank's part of the state."""
+        """Return this rank's part of the state for a checkpoint; by default, the trainer's."""
         return self.trainer.state_dict()
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a `state`, on any number of ranks.
+        """Load the result of `state` from a checkpoint, on any number of ranks.
 
         Raises:
             ValueError: an item is missing or invalid.

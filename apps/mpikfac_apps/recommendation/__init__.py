@@ -1,1 +1,1 @@
-"""Recommendation: clicks with categories, distributed embedding tables, and training."""
+"""Recommendation: read clicks, distribute embedding tables over ranks, and train a DLRM."""

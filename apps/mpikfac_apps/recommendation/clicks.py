@@ -19,20 +19,20 @@ from torch import Tensor
 from mpikfac import files
 
 LIKED = 4.0  # the minimum rating that counts as a click
-RATINGS = Path("dataset_example/ml-100k/ml-100k.inter")  # in the package recbole
-NUMBERS, CATEGORIES = 13, 26  # columns of Criteo after the label
+RATINGS = Path("dataset_example/ml-100k/ml-100k.inter")  # a file in the package recbole
+NUMBERS, CATEGORIES = 13, 26  # numbers of columns in Criteo's format, after the label
 Row = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Clicks:
-    """Examples in chronological order.
+    """Examples for click prediction, in chronological order.
 
     Attributes:
         numbers: the numerical features `[examples, numbers]`.
-        categories: the index of a row in each table `[examples, tables]`.
+        categories: the index of the example's row in each embedding table `[examples, tables]`.
         labels: 1 for a click, 0 for no click, `[examples]`.
-        sizes: the number of rows of each table, by name.
+        sizes: the number of rows of each table, by the table's name.
     """
 
     numbers: Tensor
@@ -46,10 +46,10 @@ def read(name: str | None, buckets: int) -> Clicks:
 
     Args:
         name: a path; None for MovieLens-100k in the package recbole.
-        buckets: the number of rows of each table for Criteo's format.
+        buckets: with Criteo's format, the number of rows of each table.
 
     Raises:
-        ValueError: the file cannot be read, or has a different format.
+        ValueError: the file cannot be read, or is not in the expected format.
     """
     path = Path(name) if name else packaged()
     try:
@@ -83,10 +83,11 @@ def packaged() -> Path:
 
 
 def movielens(path: Path) -> Clicks:
-    """Return the ratings of a file in chronological order, with what was known before each rating.
+    """Return the ratings in a file as clicks in chronological order.
 
-    Users and items are read from files of the same name with the suffixes .user and .item, if they
-    exist.
+    The numerical features are counts of earlier ratings and earlier clicks, by user and by item.
+    Attributes of users and items are read from files of the same name with the suffixes .user and
+    .item, if these files exist.
     """
     columns = ("user_id", "item_id", "rating", "timestamp")
     ratings = sorted(listed(path, *columns), key=lambda row: finite(row["timestamp"]))
@@ -121,7 +122,7 @@ def movielens(path: Path) -> Clicks:
 
 
 def listed(path: Path, *columns: str) -> Iterator[Row]:
-    """Yield the rows of a RecBole file by column name; "age:token" becomes "age".
+    """Yield the rows of a RecBole file, keyed by column; the column "age:token" has the key "age".
 
     Raises:
         ValueError: one of the `columns` is missing.
@@ -139,7 +140,7 @@ def known(path: Path, key: str) -> dict[str, Row]:
 
 
 def earlier(values: Sequence[str], counted: Sequence[bool]) -> list[int]:
-    """Return, for each value, how often it has occurred before among the `counted` values."""
+    """Return, for each value, how often it occurs earlier in the list where `counted` is true."""
     seen, counts = Counter[str](), []
     for value, counts_too in zip(values, counted):
         counts.append(seen[value])
@@ -151,7 +152,7 @@ def earlier(values: Sequence[str], counted: Sequence[bool]) -> list[int]:
 
 
 def criteo(path: Path, buckets: int) -> Clicks:
-    """Return the rows of a file in order: a label, 13 counts and 26 hexadecimal categories.
+    """Return the rows of a file in Criteo's format: a label, 13 counts, 26 hexadecimal categories.
 
     A table has one row for missing categories; the other categories are hashed to its other rows.
     """
@@ -174,7 +175,7 @@ def parsed(row: Sequence[str], buckets: int) -> tuple[float, list[float], list[i
     """Return a row's label, its counts, and the indices of its rows in the tables.
 
     Raises:
-        ValueError: the row has a different number of columns, or a column is not a number.
+        ValueError: the row does not have 40 columns, or a column is not a number.
     """
     if len(row) != 1 + NUMBERS + CATEGORIES:
         raise ValueError(f"{1 + NUMBERS + CATEGORIES} columns are needed, not {len(row)}")
@@ -184,10 +185,10 @@ def parsed(row: Sequence[str], buckets: int) -> tuple[float, list[float], list[i
 
 
 def finite(number: str) -> float:
-    """Return a number from a file.
+    """Parse a finite number.
 
     Raises:
-        ValueError: the text is not a finite number.
+        ValueError: the string is not a finite number.
     """
     value = float(number)
     if not math.isfinite(value):
@@ -199,7 +200,7 @@ def rows_of(path: Path) -> Iterator[list[str]]:
     """Yield the rows of a tab-separated file; all rows have as many columns as the first.
 
     Raises:
-        ValueError: a row has more or fewer columns, or there is no row.
+        ValueError: a row has more or fewer columns than the first, or there is no row.
     """
     with io.TextIOWrapper(files.reading(path, links=True), encoding="utf-8", newline="") as text:
         columns = 0
@@ -213,5 +214,5 @@ def rows_of(path: Path) -> Iterator[list[str]]:
 
 
 def tensor(values: Sequence[float] | np.ndarray) -> Tensor:
-    """Return numbers in the default dtype."""
+    """Return numbers as a tensor in torch's default dtype."""
     return torch.as_tensor(np.asarray(values), dtype=torch.get_default_dtype())

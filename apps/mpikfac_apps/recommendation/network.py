@@ -1,4 +1,4 @@
-"""The layers of a DLRM, for numerical features and for the products of all pairs of vectors."""
+"""The layers of a DLRM, without its embedding tables."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 
 class Dlrm(nn.Module):
-    """Score examples from numerical features and rows of tables [Naumov et al. 2019].
+    """Score examples, given numerical features and rows of embedding tables [Naumov et al. 2019].
 
     Args:
         numbers: the number of numerical features per example.
         tables: the number of tables.
         width: the number of elements per row.
-        bottom: the widths of the hidden layers for the numerical features.
-        top: the widths of the hidden layers for the products.
+        bottom: the widths of the hidden layers that map the numerical features to a vector.
+        top: the widths of the hidden layers that map this vector, and the products of all pairs of
+            vectors, to the score.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Dlrm(nn.Module):
 
 
 def layers(widths: Sequence[int], *last: nn.Module) -> nn.Sequential:
-    """Return linear layers with ReLU in between, followed by `last`."""
+    """Return linear layers with ReLU in between, followed by the modules `last`."""
     pairs = list(zip(widths, widths[1:]))
     found = [module for pair in pairs for module in (nn.Linear(*pair), nn.ReLU())][:-1]
     return nn.Sequential(*found, *last)

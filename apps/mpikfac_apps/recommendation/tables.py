@@ -19,7 +19,7 @@ FORWARD, BACKWARD = names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIE
 
 
 class Tables:
-    """Embedding tables, each on one rank; ranks send row indices and receive rows.
+    """Embedding tables, each on one rank; ranks send row indices to the owners and receive rows.
 
     Tables are placed from the largest to the smallest, each on the rank with the fewest rows so
     far. The owner updates a table with Adagrad [Duchi et al. 2011], which updates only the rows
@@ -31,7 +31,7 @@ class Tables:
         sizes: the number of rows of each table, by name.
         width: the number of elements per row.
         rate: the learning rate of Adagrad.
-        trace: counts the bytes of the exchanges.
+        trace: counts the bytes of the messages.
 
     Attributes:
         owners: the rank that owns each table, by the table's name.
@@ -67,14 +67,14 @@ class Tables:
         self.optimizer = torch.optim.Adagrad(self._own.parameters(), rate)
 
     def rows(self, categories: Tensor, shares: Sequence[int]) -> Tensor:
-        """Return the rows `[examples, tables, width]` of the rank's examples.
+        """Return the rows of the tables for this rank's examples, `[examples, tables, width]`.
 
-        The backward pass sends the gradients of the rows to the owners.
+        The backward pass sends the gradients of the rows to the owners of the tables.
 
         Collective over: comm, forward and backward.
 
         Args:
-            categories: row indices `[examples, tables]`.
+            categories: row indices for this rank's examples, `[examples, tables]`.
             shares: the number of examples on each rank.
         """
         asked, given = self._counts_of(shares)
@@ -87,13 +87,13 @@ class Tables:
         return by_owner.transpose(0, 1)[:, self._back]
 
     def _counts_of(self, shares: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the number of rows received from each rank, and sent to each rank."""
+        """Return how many rows this rank receives from each rank, and sends to each rank."""
         member = self._group.member
         asked = [shares[member] * count for count in self._counts]
         return asked, [self._counts[member] * share for share in shares]
 
     def _looked_up(self, wanted: Tensor, shares: Sequence[int]) -> Tensor:
-        """Return rows of the rank's tables, ordered by the rank that needs them, then by table."""
+        """Return rows of this rank's tables, sorted by the rank that needs them, then by table."""
         count = len(self._first)
         blocks = wanted.split([count * share for share in shares])
         by_table = torch.cat([b.view(count, share) for b, share in zip(blocks, shares)], 1)
@@ -101,7 +101,7 @@ class Tables:
         return torch.cat([part.flatten(0, 1) for part in found.split(list(shares), 1)])
 
     def messages(self, shares: Sequence[int]) -> list[Message]:
-        """Return the messages of a step, as the rank sees them: indices, rows and gradients."""
+        """Return this rank's messages in a step: row indices, rows, and gradients of rows."""
         member, itemsize = self._group.member, self._own.weight.itemsize
         given = [[count * share for share in shares] for count in self._counts]
         asked = [list(counts) for counts in zip(*given)]
@@ -120,7 +120,7 @@ class Tables:
     # -- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Return the rank's tables and Adagrad's sums of squares, by name."""
+        """Return this rank's tables, and Adagrad's sums of squared gradients for them, by name."""
         return {
             item.format(name): part
             for item, whole in self._items()
@@ -128,7 +128,7 @@ class Tables:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the tables that the rank owns now."""
+        """Load the result of `state` for the tables that this rank owns."""
         for name, place in self.state().items():
             place.copy_(state[name])
 
@@ -137,5 +137,5 @@ class Tables:
         return [(OF_TABLE, weight.detach()), (OF_SQUARES, self.optimizer.state[weight]["sum"])]
 
     def _parts(self, whole: Tensor) -> list[tuple[str, Tensor]]:
-        """Return the rank's tables as parts of their concatenation."""
+        """Split a tensor of the concatenated tables into this rank's tables, with their names."""
         return list(zip(self._sizes, whole.split(list(self._sizes.values()))))

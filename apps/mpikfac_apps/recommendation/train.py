@@ -1,10 +1,10 @@
-"""Train a DLRM with embedding tables distributed over ranks, and with K-FAC for the layers.
+"""Train a DLRM with embedding tables distributed over ranks; K-FAC trains its layers.
 
     pip install --no-deps recbole
     mpirun -n 2 mpikfac train-recommendation --run_dir runs/movies
     mpirun -n 2 mpikfac train-recommendation --optimizer adamw --data day.tsv
 
-The tables are not part of the trainer: Adagrad updates each table on the rank that owns it.
+The trainer does not update the tables: Adagrad updates each table on the rank that owns it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RecommendationOptions(ProgramOptions):
     run_dir: str = "runs/recommendation"
 
     def check(self, ranks: int, trained: int, clicks: int) -> None:
-        """Check how the clicks are divided.
+        """Check that training, each rank and the test get clicks.
 
         Args:
             trained: the number of clicks for training.
@@ -127,14 +127,14 @@ class Recommendation(Work):
         self.examples_per_step = options.batch
 
     def step(self, step: int) -> Taken:
-        """Take a step on the rank's shard of the batch."""
+        """Take a step on this rank's shard of the batch."""
         batch = self.options.batch
         order = shuffled(self.trained, self.options.seed, step // self.steps_per_epoch)
         start = step % self.steps_per_epoch * batch
         chosen, shares = self.share_of(order[start : start + batch])
         self.trainer.optimizer.zero_grad()
         rows = self.tables.rows(self.categories[chosen], shares)
-        # Each rank's loss is a mean over its own clicks; owners sum the gradients of all ranks.
+        # Each rank's loss is a mean over its own clicks; owners of tables sum the ranks' gradients.
         rows.register_hook(lambda gradient: gradient * (len(chosen) / batch))
         logits = self.model(self.numbers[chosen], rows)
         loss = F.binary_cross_entropy_with_logits(logits, self.labels[chosen])
@@ -145,14 +145,14 @@ class Recommendation(Work):
 
     @torch.no_grad()
     def test(self) -> dict[str, float]:
-        """Return the area under the curve and the mean loss of the test clicks."""
+        """Return the area under the ROC curve and the mean log loss over the test clicks."""
         everyone = self.comm.allgather(np.concatenate(list(self._tested()), axis=1))
         logits, labels = np.concatenate(everyone, axis=1)
         losses = np.logaddexp(0.0, logits) - labels * logits
         return {"AUC": area(logits, labels), "log loss": float(losses.mean())}
 
     def _tested(self) -> Iterator[np.ndarray]:
-        """Yield logits and labels of the rank's clicks."""
+        """Yield the logits and labels of this rank's test clicks, batch by batch."""
         for some in torch.arange(self.trained, len(self.labels)).split(self.options.batch):
             chosen, shares = self.share_of(some)
             rows = self.tables.rows(self.categories[chosen], shares)
@@ -160,7 +160,7 @@ class Recommendation(Work):
             yield torch.stack([logits, self.labels[chosen]]).double().cpu().numpy()
 
     def share_of(self, some: Tensor) -> tuple[Tensor, list[int]]:
-        """Return the rank's shard of clicks, and the number of clicks on each rank."""
+        """Return this rank's shard of the clicks `some`, and the number of clicks of each rank."""
         ranks = self.comm.size
         spans = [span(len(some), rank, ranks) for rank in range(ranks)]
         start, stop = spans[self.comm.rank]
@@ -177,23 +177,23 @@ class Recommendation(Work):
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the trainer, and the rank's tables."""
+        """Return the state of the trainer, and of this rank's tables."""
         return self.trainer.state_dict() | self.tables.state()
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a `state`, on any number of ranks."""
+        """Load the result of `state` from a checkpoint, on any number of ranks."""
         self.trainer.load_state_dict(checkpoint)
         self.tables.load(checkpoint)
 
 
 @lru_cache(maxsize=1)
 def shuffled(count: int, seed: int, epoch: int) -> Tensor:
-    """Return the order of the clicks in an epoch."""
+    """Return a random order of the training clicks for an epoch."""
     return torch.randperm(count, generator=generator(seed, epoch), device="cpu")
 
 
 def standardised(numbers: Tensor, trained: int) -> Tensor:
-    """Return the features, scaled to mean 0 and variance 1 over the training clicks.
+    """Return numerical features, scaled to mean 0 and variance 1 over the training clicks.
 
     A feature that is constant over these clicks is only shifted.
     """

@@ -1,1 +1,1 @@
-"""What all training programs share: the loop over steps, checkpoints, run directory, and means."""
+"""Shared by all training programs: the loop over steps, checkpoints, run directory, metrics."""

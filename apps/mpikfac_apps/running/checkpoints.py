@@ -26,7 +26,8 @@ class Saver:
     Collective over: comm, as are all methods.
 
     Attributes:
-        step: the step of the last checkpoint that was started or resumed from; -1 if it failed.
+        step: the step of the last checkpoint that was started or resumed from; -1 if there is none,
+            or if writing it failed.
     """
 
     def __init__(self, comm: mpikfac.comm.Comm, root: Path, guard: Guard) -> None:
@@ -37,7 +38,7 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Whether a checkpoint is being written; the same on all ranks, not collective."""
+        """Whether ranks are writing a checkpoint; the same on all ranks, not collective."""
         return self._writer.pending
 
     @property
@@ -46,10 +47,11 @@ class Saver:
         return self._writer.written
 
     def save(self, items: Mapping[str, Any], step: int, last: bool = False) -> None:
-        """Start a checkpoint; if it is the last of a run, wait until it is on disk.
+        """Start writing a checkpoint; if it is the last of a run, wait until it is on disk.
 
         Raises:
-            UserError: the last checkpoint cannot be written, or values differ between ranks.
+            UserError: the last checkpoint of the run cannot be written, or ranks hold different
+                values of the same item.
         """
         self.settle(last and self.step == step)
         bare = self._is_bare()
@@ -83,8 +85,9 @@ class Saver:
         """Warn about a checkpoint that takes too long, once per `limit` seconds; not collective.
 
         Args:
-            written: the number of ranks that have written their parts.
-            late: the sum of `rank + 1` over the other ranks.
+            written: the number of ranks that have written their parts of the checkpoint.
+            late: the sum of `rank + 1` over the ranks that are still writing.
+            limit: the watchdog's time limit in seconds; None for no warnings.
         """
         now = self._guard.clock()
         if not self.pending or limit is None or now - self._reminded < limit:
@@ -108,7 +111,7 @@ class Saver:
         self._writer.close()
 
     def _is_bare(self) -> bool:
-        """Return whether checkpoints were written and none is left, as seen by rank 0."""
+        """Return whether the directory had checkpoints in this start, but rank 0 finds none now."""
         root = self._writer.root
         bare = self._writer.comm.bcast(self.step >= 0 and _is_empty(root))
         if bare:
@@ -116,10 +119,11 @@ class Saver:
         return bool(bare)
 
     def _failed(self, error: mpikfac.UserError, last: bool) -> None:
-        """Continue without the checkpoint; end the run if no later one could be written either.
+        """Continue without the failed checkpoint; end the run if no later one could be written.
 
         Raises:
-            UserError: it was the last checkpoint, or values differ between ranks.
+            UserError: it was the last checkpoint of the run, or ranks hold different values of the
+                same item.
         """
         self.step = -1
         self._guard.end_write()
@@ -165,10 +169,10 @@ def root(options: RunOptions) -> Path:
 
 
 def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]:
-    """Return the training time, the size of metrics.jsonl, and the lines not yet written to it.
+    """Return the seconds of training, the bytes of metrics.jsonl, and lines not yet written to it.
 
     Raises:
-        ValueError: an item has an unexpected form.
+        ValueError: an item is missing, or has the wrong type or a negative value.
     """
     items = {name: checkpoint.get(name, "") for name in RECORDS}
     if not files.has_form(items, RECORDS) or not all(items[name] >= 0 for name in list(items)[:2]):
@@ -178,10 +182,13 @@ def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]
 
 
 def check_steps(steps: int, named: int, end: int, limit: str) -> None:
-    """Raise ValueError if a checkpoint's step counts differ, or exceed the end of the run.
+    """Raise ValueError if a checkpoint's two step counts differ, or exceed the end of the run.
 
     Args:
-        limit: the option that ends the run.
+        steps: the step count of the trainer's state.
+        named: the step in the checkpoint's manifest.
+        end: the number of steps of the whole run.
+        limit: the name of the option that sets `end`.
     """
     if steps != named:
         raise ValueError(f"item 'trainer/steps' is {steps}; the manifest has step {named}")
@@ -190,7 +197,7 @@ def check_steps(steps: int, named: int, end: int, limit: str) -> None:
 
 
 def _is_empty(root: Path) -> bool:
-    """Return whether there are no checkpoints; False if the file system does not answer."""
+    """Return whether a directory has no checkpoints; False if it cannot be read."""
     try:
         return not any(root.glob("step-*"))
     except OSError:  # writing a checkpoint will report the cause

@@ -1,4 +1,4 @@
-"""The loop over the steps of a run, with its records, checkpoints and requests."""
+"""The loop over the steps of a run: it writes metrics and checkpoints, and follows requests."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Loop(ABC):
-    """Take the steps of a run, write records and checkpoints, and follow requests.
+    """Take the steps of a run, write metrics and checkpoints, and follow requests to save or stop.
 
-    A program derives a class that defines a step, when a test is due, and what the state contains.
+    Each training program derives a class that defines a step, the test, when it is due, and the
+    state.
 
     Collective over: comm, as are all methods.
 
     Args:
         steps: the number of steps of the whole run.
-        meter: the means of the losses.
+        meter: averages the losses and metrics.
         lr: returns the learning rate of a step.
-        rate: the learning rate in the options, for messages.
+        rate: the learning rate in the options, for error messages.
 
     Attributes:
-        unit: what examples are called in records.
+        unit: what examples are called in metrics.jsonl.
         saver: writes the checkpoints.
         speed: the time spent in steps.
         votes: what ranks exchange together with the gradients.
-        record: the run directory, on rank 0.
+        record: the open run directory on rank 0; None on other ranks.
     """
 
     unit = "examples"
@@ -77,7 +78,7 @@ class Loop(ABC):
 
     @abstractmethod
     def take(self, step: int) -> None:
-        """Take a step; `speed` times it, and `meter` counts its examples."""
+        """Take a step, time it with `speed`, and add its loss to `meter`."""
 
     @abstractmethod
     def epochs(self, steps: int) -> float:
@@ -97,22 +98,22 @@ class Loop(ABC):
 
     @abstractmethod
     def about(self) -> Mapping[str, Any]:
-        """Return a description of the run for checkpoints, as JSON; on rank 0, not collective."""
+        """Return a description of the run for its checkpoints, as JSON; rank 0, not collective."""
 
     @abstractmethod
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a `state`.
+        """Load the result of `state` from a checkpoint.
 
         Raises:
             ValueError: an item is missing or invalid.
         """
 
     def state(self) -> dict[str, Any]:
-        """Return the rank's part of the state."""
+        """Return this rank's part of the state for a checkpoint."""
         return self.trainer.state_dict()
 
     def of_records(self) -> dict[str, Any]:
-        """Return rank 0's additional items for a checkpoint; not collective."""
+        """Return additional items for a checkpoint, on rank 0 only; not collective."""
         return {}
 
     def numbers(self) -> dict[str, float]:
@@ -123,22 +124,22 @@ class Loop(ABC):
         """Send this rank's votes to all ranks, if ranks step independently; not collective."""
 
     def asked(self, votes: list[int]) -> list[int]:
-        """Return the sums of votes over all groups of ranks, if ranks train several networks."""
+        """Return the votes summed over all groups of ranks, if each group trains a network."""
         return votes
 
     @property
     def shows_progress(self) -> bool:
-        """Whether the rank shows the progress of the run."""
+        """Whether this rank shows the progress of the run."""
         return self.record is not None
 
     @property
     def over(self) -> bool:
-        """Whether the run ends before its last step."""
+        """Whether the run ends early, before its last step."""
         return False
 
     @property
     def last_option(self) -> str:
-        """The option that sets the last step."""
+        """The name of the option that sets the last step."""
         return "max_steps" if self.steps == self.options.max_steps else "epochs"
 
     def close(self) -> None:
@@ -231,7 +232,7 @@ class Loop(ABC):
             )
 
     def report(self) -> None:
-        """Write a row of metrics for the steps since the last row."""
+        """Write a row of metrics for the steps since the last report."""
         loss = self.meter.recent()
         speed, communication = self.speed.rates()
         self.speed.mark()
@@ -253,14 +254,14 @@ class Loop(ABC):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def save(self, last: bool = False) -> None:
-        """Start a checkpoint; if it is the last of a run, wait until it is on disk."""
+        """Start writing a checkpoint; if it is the last of a run, wait until it is on disk."""
         self.guard.enter("checkpoint", self.trainer.steps)
         self.trainer.average_replicas()  # a checkpoint has one model
         items = self.state() | self.meter.state()
         self.saver.save(items | self.items_of_rank_0(), self.trainer.steps, last)
 
     def items_of_rank_0(self) -> dict[str, Any]:
-        """Return rank 0's own items for a checkpoint; none on other ranks."""
+        """Return the items of a checkpoint that only rank 0 writes; none on other ranks."""
         if self.comm.rank != 0:
             return {}
         lost = run_directory.state_of_a_lost_rank
@@ -270,7 +271,9 @@ class Loop(ABC):
         return {"run/data": about, "run/seconds": seconds, **self.of_records(), **metrics}
 
     def restore(self, checkpoint: mpikfac.checkpoint.Checkpoint | None) -> tuple[int, str]:
-        """Restore the state from a checkpoint, if any; return what to keep of metrics.jsonl.
+        """Restore the state from a checkpoint, if any.
+
+        Return how many bytes of metrics.jsonl to keep, and the lines not yet written to it.
 
         Raises:
             UserError: the checkpoint does not belong to this run.

@@ -1,4 +1,4 @@
-"""Average the loss and measures over all ranks, and measure the speed of training."""
+"""Average the loss and metrics over all ranks, and measure the speed of training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import mpikfac
 
 
 class Meter:
-    """Means of the loss and of measures over the images of all ranks; each image counts once.
+    """Means of the loss and of metrics over the images of all ranks; each image counts once.
 
     Args:
         alone: whether `recent` covers only this rank's images and does not wait for other ranks.
-        measures: the number of measures, or of the values from which they are computed.
+        measures: the number of metrics, or of the values from which metrics are computed.
 
     Attributes:
         loss: the mean loss that `recent` or `everything` returned last.
@@ -33,8 +33,8 @@ class Meter:
     ) -> None:
         self.comm, self.alone = comm, alone
         self.loss = math.nan
-        # Sums of the loss and the measures, and the number of images: for this rank so far, and
-        # for all ranks as of the last call.
+        # Sums of the loss and the metrics, and the number of images: for this rank so far, and as
+        # of the last call of `recent`, for all ranks (with `alone`, for this rank).
         self._here = torch.zeros(measures + 2, dtype=torch.float64, device=device)
         self._reported = torch.zeros(measures + 2, dtype=torch.float64)
 
@@ -42,8 +42,8 @@ class Meter:
         """Count a batch, unless its loss is not finite; no data leave the device.
 
         Args:
-            loss: the mean over the images of the batch.
-            measured: the sum over the images of the batch, or one sum per measure.
+            loss: the mean loss over the images of the batch.
+            measured: the metric, summed over the images of the batch, or one such sum per metric.
         """
         mean = loss.detach().double()
         sums = torch.hstack([mean * images, measured.double(), torch.full_like(mean, images)])
@@ -60,7 +60,7 @@ class Meter:
         return self.loss
 
     def everything(self) -> list[float]:
-        """Return the means since the last call of `everything`: the loss, then the measures.
+        """Return the means since the last call of `everything`: the loss, then the metrics.
 
         Collective over: world.
         """
@@ -71,15 +71,15 @@ class Meter:
         return means
 
     def state(self) -> dict[str, Tensor]:
-        """Return the counts, summed over all ranks.
+        """Return the sums of losses, metrics and images over all ranks, for a checkpoint.
 
         Collective over: world.
         """
-        total = self._total()  # with `alone`, the means of `recent` start again after a restart
+        total = self._total()  # with `alone`, the means of `recent` start anew after a restart
         return {"run/counted": total, "run/reported": total if self.alone else self._reported}
 
     def leave_out_lost(self, left: mpikfac.comm.Comm) -> None:
-        """Continue with the remaining ranks; the means then lack the counts of lost ranks.
+        """Continue with the remaining ranks `left`; the means no longer include lost ranks' images.
 
         Collective over: left.
         """
@@ -87,10 +87,10 @@ class Meter:
         self._reported = self._total()
 
     def load(self, counted: Tensor, reported: Tensor) -> None:
-        """Continue from a `state`; rank 0 gets the sum of the counts of all ranks.
+        """Continue from the result of `state`; rank 0 takes over the sums of all ranks.
 
         Raises:
-            ValueError: the counts are not those of a `state`.
+            ValueError: the tensors cannot be the result of `state`.
         """
         for name, value in {"run/counted": counted, "run/reported": reported}.items():
             if (value.dtype, value.shape) != (torch.float64, self._reported.shape):
@@ -110,14 +110,14 @@ def _means(sums: Tensor) -> list[float]:
 
 
 def mean_staleness(counts: Mapping[int, int]) -> float:
-    """Return the mean staleness of updates, from the number of updates with each staleness."""
+    """Return the mean staleness of updates; `counts` maps each staleness to a number of updates."""
     return sum(k * n for k, n in counts.items()) / max(1, sum(counts.values()))
 
 
 def staleness_of_all(
     trainer: mpikfac.lab.AsyncSGD, comm: mpikfac.comm.Comm
 ) -> list[dict[int, int]]:
-    """Return the number of updates of each client by staleness, since the start of the run.
+    """Return each client's number of updates with each staleness, since the start of the run.
 
     Collective over: comm.
     """
@@ -125,7 +125,7 @@ def staleness_of_all(
 
 
 def staleness_line(counts: Sequence[Mapping[int, int]]) -> str:
-    """Return a line about the staleness of the updates of each client."""
+    """Return a line about the staleness of each client's updates."""
     clients = (
         f"client {number}: mean {mean_staleness(histogram):.2f} ("
         + ", ".join(f"{updates} with {staleness}" for staleness, updates in histogram.items())
@@ -157,13 +157,13 @@ class Speed:
         self._images += images
 
     def mark(self) -> None:
-        """Start the interval that `rates` measures."""
+        """Start the interval over which `rates` averages."""
         self._marked = self._now()
 
     def rates(self) -> tuple[float, float]:
         """Return the images per second, and the fraction of the time spent in communication.
 
-        Both are measured since `mark`; images are counted over all ranks.
+        Both are averages since the last call of `mark`; images are counted over all ranks.
         """
         images, seconds, talking = (now - then for now, then in zip(self._now(), self._marked))
         return images / seconds, talking / seconds

@@ -49,7 +49,7 @@ class Printable(logging.Formatter):
     """Format records without control characters, because parts of them can come from files."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's printable lines."""
+        """Return the lines of a log record, without control characters."""
         return files.printable_lines(super().format(record))
 
 
@@ -80,10 +80,10 @@ class LogFile(logging.Handler):
 
 
 def start_log(writer: str = "") -> logging.handlers.MemoryHandler:
-    """Send the log to the screen; the returned handler keeps it for the file that is opened later.
+    """Print the log; the returned handler keeps it for log.txt, which is opened later.
 
     Args:
-        writer: a prefix for each line on the screen.
+        writer: the prefix of each printed line.
     """
     library = logging.getLogger("mpikfac")
     library.setLevel(logging.INFO)
@@ -99,8 +99,8 @@ class Record:
 
     Args:
         config: all options, for config.yaml.
-        early_log: the handler from `start_log`; later records go to the directory's log.txt.
-        trackers: also receive the values of metrics.jsonl.
+        early_log: the handler from `start_log`; from now on, it writes to the directory's log.txt.
+        trackers: the experiment trackers, which also receive the values of metrics.jsonl.
         kept_bytes: see `MetricsFile`.
         waiting: see `MetricsFile`.
     """
@@ -138,7 +138,7 @@ class Record:
         self._trackers.add(step, values)
 
     def state(self) -> dict[str, int | str]:
-        """Return the items of a checkpoint that a restart passes to `Record`."""
+        """Return items for a checkpoint, from which a restart continues metrics.jsonl."""
         return self._metrics.state()
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Record:
 
 
 def state_of_a_lost_rank(run_dir: str) -> dict[str, int | str]:
-    """Return `Record.state` for the record of a lost rank.
+    """Return what `Record.state` would return, if the rank that wrote metrics.jsonl is lost.
 
     Raises:
         OSError: metrics.jsonl cannot be opened.
@@ -156,10 +156,10 @@ def state_of_a_lost_rank(run_dir: str) -> dict[str, int | str]:
 
 
 def start_anew(run_dir: Path) -> None:
-    """Set aside the metrics of a run that was killed before its first checkpoint was complete.
+    """Rename the metrics.jsonl of a run that was killed before its first checkpoint was complete.
 
     Raises:
-        ValueError: the run had checkpoints, so a start at step 0 would be a mistake.
+        ValueError: the run had complete checkpoints, so a start at step 0 would be a mistake.
     """
     metrics, folder = run_dir / "metrics.jsonl", run_dir / "checkpoints"
     if not os.path.lexists(metrics) or not metrics.lstat().st_size:
@@ -180,8 +180,8 @@ class RunProgress:
     Args:
         first: the number of steps that were completed before this start.
         last: the number of steps of the whole run.
-        epochs: returns the number of epochs before a step; all epochs are assumed to take the same
-            time.
+        epochs: returns the number of epochs before a step; the estimate of the remaining time
+            assumes that all epochs take the same time.
     """
 
     def __init__(self, first: int, last: int, epochs: Callable[[int], float]) -> None:
@@ -209,7 +209,7 @@ class RunProgress:
             log.info("%s, %s to go", describe(), tqdm.format_interval(seconds))
 
     def close(self) -> None:
-        """Close the bar; the last state stays on the terminal."""
+        """Close the progress bar; its last state stays on the terminal."""
         if self.bar is not None:
             self.bar.close()
 
@@ -217,7 +217,7 @@ class RunProgress:
 def on_terminal() -> bool:
     """Return whether stderr is a terminal.
 
-    Under mpirun, the rank's own streams do not show this: Open MPI makes stderr a pipe, and stdout
+    Under mpirun, the streams of a rank do not show this: Open MPI makes stderr a pipe, and stdout
     a terminal even in a batch job. In this case, the stderr of mpirun itself is checked.
     """
     if sys.stderr.isatty() or not any(name in os.environ for name in LAUNCHER_VARIABLES):

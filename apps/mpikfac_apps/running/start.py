@@ -1,4 +1,4 @@
-"""Run a program with one loop: read the options, guard the run directory, and take the steps."""
+"""Run a training program: read the options, guard the run directory, and take the steps."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def start(
     make: Make[Options],
     config: Callable[[Options], Mapping[str, Any]],
 ) -> int:
-    """Run a program on all ranks; return 0, or `exit_code` after a stop.
+    """Run a training program on all ranks; return 0, or the option `exit_code` after a stop.
 
     Collective over: world.
 
     Args:
         parse: creates the options on rank 0, from the number of ranks.
         of_run: returns the options about the run directory, the end of the run, and the device.
-        make: creates the loop on every rank; collective.
-        config: returns all options as in a YAML file.
+        make: creates the training loop on every rank; collective.
+        config: returns all options in the nested form of a YAML file.
 
     Raises:
         SystemExit: with code 2, after a one-line message about an error that the user can correct.
@@ -63,7 +63,7 @@ def settle(
     Collective over: comm.
 
     Raises:
-        UserError: the device or the directory cannot be used.
+        UserError: the device or the run directory cannot be used.
     """
     watchdog.follow(options.watchdog_timeout)
     hosts = share_cores(comm, options.threads)

@@ -20,16 +20,17 @@ CHECKPOINT, STOP, WRITTEN, LATE, TROUBLES, DECOMPOSITIONS = range(6)
 
 
 class StepVotes:
-    """The votes of the ranks: values that a rank sends to all ranks together with the gradients.
+    """The votes of the ranks: values that each rank sends to all ranks together with gradients.
 
-    A request can reach any rank, and all ranks follow it after the same step.
+    A request to save or stop can reach any rank, and all ranks follow it after the same step.
 
     Args:
         call_meeting: sends this rank's votes to all ranks, if ranks step independently.
-        asked: returns the sums of votes over all groups of ranks; collective.
+        asked: returns the votes summed over all groups of ranks; collective.
 
     Attributes:
-        troubles: the number of values that were not finite, on all ranks, as of the last votes.
+        troubles: the number of values that were not finite, summed over all ranks, as of the last
+            votes.
     """
 
     def __init__(
@@ -52,7 +53,10 @@ class StepVotes:
         self.troubles = 0
 
     def cast(self) -> None:
-        """Pass this rank's votes to the next step: requests, and the progress of its checkpoint.
+        """Pass this rank's votes to the trainer, which sends them in the next step.
+
+        A rank votes on requests to save or stop, and reports the progress of its checkpoint, its
+        non-finite values, and its decompositions.
 
         Collective over: none.
         """
@@ -69,14 +73,14 @@ class StepVotes:
             self._call_meeting()
 
     def note(self, loss: torch.Tensor) -> None:
-        """Remember this rank's loss in a step until the next votes show whether it is needed.
+        """Remember this rank's loss in a step until the votes show whether to warn about it.
 
         Collective over: none.
         """
         self._losses = loss, self._losses[0]
 
     def follow(self, save: Callable[[], None]) -> bool:
-        """Follow the requests of all ranks; return whether the run must stop.
+        """Follow requests on any rank to save or stop; return whether the run must stop.
 
         Between two exchanges of weights, a rank knows only its own votes, so requests are delayed.
 
@@ -101,14 +105,14 @@ class StepVotes:
             self._saver.remind(votes[WRITTEN], votes[LATE], self._options.watchdog_timeout)
         if checkpoint or self._due:
             # A diverging run must not replace good checkpoints, so the checkpoint is postponed to a
-            # step without trouble.
+            # step in which all values are finite.
             self._due = self.troubled()
             if not self._due:
                 save()
         return False
 
     def _tell_of_loss(self, troubled: bool) -> None:
-        """Warn if non-finite values began with this rank's loss, in the previous step."""
+        """Warn if values became non-finite in the previous step, including this rank's loss."""
         if troubled and not self._troubled and not self._losses[1].isfinite():
             log.warning(
                 "rank %d, step %d: the loss is %s; check the rank's batch and the model's outputs",
@@ -117,7 +121,7 @@ class StepVotes:
         self._troubled = troubled
 
     def troubled(self) -> bool:
-        """Return whether a value of the last step was not finite on some rank.
+        """Return whether a value in the last step was not finite on some rank.
 
         Collective over: world.
         """

@@ -1,6 +1,6 @@
 """Write metrics.jsonl without losing lines to a full disk, a restart, or the removal of the file.
 
-Lines that another program cuts off are lost; this is logged.
+If another program truncates the file, the lines that it removes are lost; a warning is logged.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class MetricsFile:
     """The open metrics.jsonl of a run; lines that cannot be written wait in memory.
 
     Args:
-        kept_bytes: the length of an earlier file when the checkpoint to resume from was written;
-            the rest is cut off.
+        kept_bytes: the length of the file when the checkpoint to resume from was written; later
+            bytes are cut off.
         waiting: lines that waited in memory when the checkpoint was written.
 
     Raises:
@@ -37,11 +37,11 @@ class MetricsFile:
         self._add(waiting.encode())
 
     def add(self, line: str) -> None:
-        """Add a line to the file, or to the lines that wait."""
+        """Append a line to the file or, if it cannot be written, to the lines in memory."""
         self._add(line.encode() + b"\n")
 
     def state(self) -> dict[str, int | str]:
-        """Return the items of a checkpoint: the bytes on disk, and the lines that wait."""
+        """Return items for a checkpoint: the number of bytes on disk, and the lines in memory."""
         self._add(b"")
         with suppress(OSError):
             os.fsync(self._file.fileno())
@@ -59,7 +59,7 @@ class MetricsFile:
                 log.warning("metrics.jsonl cannot be written: %s; its lines wait in memory", why)
 
     def _write(self) -> None:
-        """Write all waiting lines, or none, because a restart cannot read half a line."""
+        """Write all lines in memory, or none, because a restart cannot read half a line."""
         end = self._end()
         try:
             files.write_all(self._file, self._waiting, self._path)
@@ -83,7 +83,7 @@ class MetricsFile:
         self._mend(counted)
 
     def _mend(self, counted: int) -> None:
-        """If the file is too short, warn about lost lines, and cut off an incomplete last line."""
+        """If the file was truncated, warn about lost lines, and cut off an incomplete last line."""
         if (on_disk := self._end()) < counted:
             self._file.truncate(self._content().rfind(b"\n") + 1)
             log.warning(
@@ -94,19 +94,19 @@ class MetricsFile:
             self._waiting = b"\n" + self._waiting
 
     def _content(self) -> bytes:
-        """Return the content of the file, even after its removal: the system keeps open files."""
+        """Return the content of the file, even if it was removed: the system keeps open files."""
         with open(f"/proc/self/fd/{self._file.fileno()}", "rb") as file:
             return file.read()
 
     def _end(self) -> int:
-        """Return the bytes on disk, or the last known number if the disk does not respond."""
+        """Return the number of bytes on disk; if the disk does not respond, the last known one."""
         with suppress(OSError):
             self._bytes = self._file.seek(0, os.SEEK_END)
         return self._bytes
 
 
 def state_on_disk(path: Path) -> dict[str, int | str]:
-    """Return `MetricsFile.state` for the file of a lost rank.
+    """Return what `MetricsFile.state` would return, if the rank that wrote the file is lost.
 
     Raises:
         OSError: the file cannot be opened.

@@ -1,7 +1,7 @@
 """Write the metrics of a run with TensorBoard, wandb and MLflow, by default without network access.
 
-A resumed run continues its record: TensorBoard drops the events after the checkpoint, and wandb and
-MLflow find the run by its id.
+A resumed run continues the metrics that it wrote before: TensorBoard drops the events after the
+checkpoint, and wandb and MLflow find the run by its id.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TensorBoard:
         self._writer = SummaryWriter(folder, purge_step=after)
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Write values; the file is up to date before a checkpoint is written."""
+        """Write values, and flush the event file, so that it is complete at each checkpoint."""
         for key, value in values.items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()

@@ -1,4 +1,4 @@
-"""The start of a run, as trackers see it."""
+"""The start of a run, described for experiment trackers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpikfac import files
 
 
 class Start:
-    """The start of a run, as trackers see it.
+    """The start of a run, described for experiment trackers.
 
     Attributes:
         directory: the run directory.
-        step: the number of completed steps: 0, or the step of the checkpoint.
+        step: the number of completed steps: 0, or the step of the checkpoint to resume from.
         options: the values of all options by key, such as "kfac.damping".
     """
 
@@ -26,7 +26,7 @@ class Start:
 
     @cached_property
     def id(self) -> str:
-        """A unique string of 32 hexadecimal digits, the same at every start in the directory.
+        """A unique string of 32 hexadecimal digits, the same for all starts in the run directory.
 
         Raises:
             OSError: the file RUN/tracking_id cannot be read or written.

@@ -1,7 +1,7 @@
 """Open the trackers that `--metrics` names, and pass each line of metrics.jsonl to them.
 
-If a tracker cannot start, neither can the run. A tracker that raises an error later is dropped with
-a warning, so that long runs do not depend on trackers.
+If a tracker cannot start, the run does not start either. A tracker that raises an error later is
+dropped with a warning, so that long runs do not depend on trackers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SERVICES: dict[str, Callable[[Start], Tracker]] = {
     "wandb": services.Wandb,
     "mlflow": services.MLflow,
 }
-"""Trackers by name, which is also the name of the package."""
+"""Trackers by name, which is also the name of the package that each needs."""
 
 log = logging.getLogger("mpikfac.train")
 
@@ -33,7 +33,7 @@ class Tracker(Protocol):
     """
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Receive the values of a line of metrics.jsonl, after `step` steps."""
+        """Receive the values that are written to metrics.jsonl after `step` steps."""
 
     def close(self) -> None:
         """Finish at the end of the run."""
@@ -43,7 +43,7 @@ class Trackers:
     """The open trackers of a run.
 
     Raises:
-        ValueError: a tracker cannot start; a single line names the tracker.
+        ValueError: a tracker cannot start; the one-line message names the tracker.
     """
 
     def __init__(self, names: Sequence[str], start: Start) -> None:
@@ -71,10 +71,10 @@ class Trackers:
 
 
 def check(names: Sequence[str]) -> None:
-    """Check that every name is a tracker whose package or file exists.
+    """Check that every name is a known tracker whose package is installed, or an existing file.
 
     Raises:
-        ValueError: a name is unknown, or a package or file is missing.
+        ValueError: a name is unknown, or a package or a file is missing.
     """
     for name in names:
         if is_own(name):
@@ -93,7 +93,8 @@ def opened(name: str, start: Start) -> Tracker:
     """Start a tracker, and return it.
 
     Raises:
-        ValueError: the tracker cannot start, or the user's function does not return a function.
+        ValueError: the tracker cannot start, or a user's function returns something that cannot be
+            called.
     """
     with own.one_line_errors(f"metrics={name}"):
         make = SERVICES[name] if name in SERVICES else own.function_of(name)

@@ -1,10 +1,10 @@
-"""Select a rank's part of each batch, and the order and augmentation of the images.
+"""Select a rank's shard of each batch, and determine the order and augmentation of the images.
 
 `Batches` holds all images in memory, and `FileBatches` reads them from files; both have the same
 methods.
 
 Order and augmentation depend only on (seed, epoch, position in the epoch). The global batches are
-the same for every number of ranks, and each rank gets a contiguous part of every batch.
+the same for every number of ranks, and each rank gets a contiguous shard of every batch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mpikfac_apps.training.augmentation.moves import Augmentation, augmented
 from mpikfac_apps.training.calendar import Calendar
 
 SEEN = 1024  # how many images in files are used to compute the mean and variance of pixels
-ROOM = 128  # the minimum capacity, in images, of a reader of files
-WORKERS = 2  # processes per rank
+ROOM = 128  # the minimum number of images that an `ImageReader` can decode at a time
+WORKERS = 2  # the default number of processes per rank that decode images
 
 
 def mixed(*numbers: int) -> int:
@@ -39,12 +39,13 @@ def mixed(*numbers: int) -> int:
 
 
 class Normalise:
-    """Convert pixels to floats that have mean 0 and variance 1 per channel over the given images.
+    """Convert pixels to floats that have mean 0 and variance 1 per channel over given images.
 
-    Inputs can be bytes or, for mixed images, means of bytes in float32.
+    Pixels can be bytes or, for images mixed by `Mixes`, weighted means of bytes in float32.
 
     Args:
-        images: bytes `[n, channels, h, w]`, or volumes, in one or several tensors.
+        images: the images over which mean and variance are computed, as bytes
+            `[n, channels, h, w]`, or volumes, in one or several tensors.
     """
 
     def __init__(self, images: Tensor | Iterable[Tensor], device: torch.device) -> None:
@@ -79,8 +80,8 @@ class EpochDraws(NamedTuple):
 
     Attributes:
         order: the indices of the images, in the order in which the epoch uses them.
-        moves: `top`, `left` and `mirror` of `augmented`, by position in the epoch; empty without
-            augmentation.
+        moves: the arguments `top`, `left` and `mirror` of `augmented`, by position in the epoch;
+            empty without augmentation.
     """
 
     epoch: int
@@ -89,7 +90,7 @@ class EpochDraws(NamedTuple):
 
 
 class Batches:
-    """The rank's part of every global batch of an epoch; the last, partial batch is dropped.
+    """This rank's shard of every global batch; the last, partial batch of an epoch is dropped.
 
     Args:
         images: all training images, bytes `[n, channels, h, w]`.
@@ -97,10 +98,10 @@ class Batches:
         batch: the number of images per step on all ranks together, constant or by epoch; a multiple
             of `ranks`.
         augment: how images are shifted, with black borders, and mirrored; None for neither.
-        tested: the images and labels of the rank's part of the test set.
+        tested: the images and labels of the rank's shard of the test set.
 
     Attributes:
-        calendar: the steps of every epoch.
+        calendar: the number of steps of every epoch.
     """
 
     def __init__(
@@ -123,11 +124,11 @@ class Batches:
         self._draws: EpochDraws | None = None
 
     def per_rank(self, epoch: int) -> int:
-        """Return the number of images in a rank's part of a batch."""
+        """Return the number of images in a rank's shard of a batch."""
         return self.calendar.at(epoch).batch // self.ranks
 
     def get(self, epoch: int, index: int) -> tuple[Tensor, Tensor]:
-        """Return images (bytes) and labels of the rank's part of batch `index` of `epoch`."""
+        """Return images (bytes) and labels of the rank's shard of batch `index` of `epoch`."""
         if self._draws is None or epoch != self._draws.epoch:
             self._draws = self._draw(epoch)
         share = self.per_rank(epoch)
@@ -151,7 +152,7 @@ class Batches:
             yield self.images[part]
 
     def first(self, count: int) -> Tensor:
-        """Return the first training images (bytes), without augmentation."""
+        """Return the first `count` training images (bytes), without augmentation."""
         return self.images[:count]
 
     def pixels(self) -> Iterator[Tensor]:
@@ -159,7 +160,7 @@ class Batches:
         yield self.images.cpu()
 
     def test(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images (bytes) and labels of the rank's part of the test set, `size` at a time."""
+        """Yield images (bytes) and labels of the rank's shard of the test set, `size` at a time."""
         return parts(*self.tested, size)
 
     def share_broken(self, comm: mpikfac.comm.Comm) -> None:
@@ -176,7 +177,7 @@ class Batches:
             return EpochDraws(epoch, order)
         places = 2 * self.augment.shift + 1
         top, left = torch.randint(places, (2, n), generator=generator).to(device).unbind()
-        if self.augment.alternating:  # drawn once per image, for all epochs
+        if self.augment.alternating:  # drawn once per image, and inverted in every second epoch
             generator = torch.Generator().manual_seed(mixed(self.seed, 0, 1))
         mirror = torch.randint(2, (n,), generator=generator).bool().to(device)
         if self.augment.alternating:
@@ -193,10 +194,10 @@ class FileBatches:
         listing: the list of images.
         batch: the number of images per step on all ranks together, constant or by epoch; a multiple
             of `ranks`.
-        data: the augmentation, the number of processes, and how many broken images are replaced.
+        data: the augmentation, the number of processes, and how many broken images may be replaced.
 
     Attributes:
-        calendar: the steps of every epoch.
+        calendar: the number of steps of every epoch.
     """
 
     def __init__(
@@ -221,16 +222,16 @@ class FileBatches:
         self._ahead: deque[tuple[int, int, DecodeRequest]] = deque()  # (epoch, index, request)
 
     def per_rank(self, epoch: int) -> int:
-        """Return the number of images in a rank's part of a batch."""
+        """Return the number of images in a rank's shard of a batch."""
         return self.calendar.at(epoch).batch // self.ranks
 
     def get(self, epoch: int, index: int) -> tuple[Tensor, Tensor]:
-        """Return images (bytes) and labels of the rank's part of batch `index` of `epoch`.
+        """Return images (bytes) and labels of the rank's shard of batch `index` of `epoch`.
 
-        The worker processes start to decode another batch.
+        The worker processes also start to decode a later batch.
 
         Raises:
-            UserError: an image is broken and may not be replaced.
+            UserError: an image is broken, and the options do not allow replacing it.
         """
         if not self._ahead or self._ahead[0][:2] != (epoch, index):
             self._ahead.clear()
@@ -249,7 +250,7 @@ class FileBatches:
         self._begin(epoch + last, 0 if last else index + 1, slot)
 
     def _begin(self, epoch: int, index: int, slot: int) -> None:
-        """Start decoding the rank's part of a batch."""
+        """Start decoding the rank's shard of a batch."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
             self._order = torch.randperm(len(self._train), generator=generator)
@@ -273,16 +274,16 @@ class FileBatches:
         return self._reader.read(self._train, chosen, size, self.device)
 
     def first(self, count: int) -> Tensor:
-        """Return the first training images (bytes), without augmentation."""
+        """Return the first `count` training images (bytes), without augmentation."""
         numbers = range(min(count, len(self._train)))
         return torch.cat(list(self._reader.read(self._train, numbers, ROOM, self.device)))
 
     def pixels(self) -> Iterator[Tensor]:
-        """Yield the images (bytes) used to compute mean and variance: a sample."""
+        """Yield the images (bytes) used to compute mean and variance: up to `SEEN` random ones."""
         return (part.cpu() for part in self.sample(SEEN, ROOM))
 
     def test(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images (bytes) and labels of the rank's part of the test set, `size` at a time."""
+        """Yield images (bytes) and labels of the rank's shard of the test set, `size` at a time."""
         numbers = range(len(self._test))[slice(*bounds(len(self._test), self.rank, self.ranks))]
         read = self._reader.read(self._test, numbers, size, self.device)
         for start, images in zip(range(numbers.start, numbers.stop, size), read):
@@ -339,16 +340,16 @@ def make_batches(
 
 
 def share(images: Tensor, labels: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Return a rank's contiguous part of a data set; the ranks' parts contain every image once."""
+    """Return a rank's contiguous shard of a data set; each image is in exactly one shard."""
     positions = slice(*bounds(len(images), rank, ranks))
     return images[positions], labels[positions]
 
 
 def bounds(images: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the start and end of a rank's contiguous part of `images` images."""
+    """Return the start and end of a rank's contiguous shard of `images` images."""
     return images * rank // ranks, images * (rank + 1) // ranks
 
 
 def parts(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return images and labels in parts of `size`; the last part can be smaller."""
+    """Yield images and labels, `size` at a time; the last tensors can be shorter."""
     return zip(images.split(size), labels.split(size))

@@ -1,4 +1,4 @@
-"""The steps of every epoch of a run; the batch size can change from epoch to epoch."""
+"""The number of steps of every epoch of a run, whose batch size can change between epochs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class EpochSpan:
     """Consecutive epochs with the same batch size.
 
     Attributes:
-        epoch: the first epoch.
-        step: the first step.
+        epoch: the first of these epochs.
+        step: the first step of that epoch, counted from the start of the run.
         batch: the number of images per step on all ranks together.
         steps: the number of steps per epoch.
     """
@@ -32,7 +32,7 @@ class Calendar:
     Attributes:
         images: the number of training images.
         batch: the number of images per step on all ranks together, constant or by epoch; at most
-            `images`.
+            the number of training images.
     """
 
     images: int
@@ -40,7 +40,7 @@ class Calendar:
 
     @cached_property
     def spans(self) -> tuple[EpochSpan, ...]:
-        """The spans of the run, in order; the last one has no end."""
+        """The spans of epochs with equal batch size, in order; the last one has no end."""
         changes = self.batch.changes if isinstance(self.batch, ByEpoch) else ()
         spans: list[EpochSpan] = []
         for epoch, batch in zip([0, *(start for start, _ in changes)], numbers_of(self.batch)):
@@ -49,7 +49,7 @@ class Calendar:
         return tuple(spans)
 
     def at(self, epoch: int) -> EpochSpan:
-        """Return the span of an epoch."""
+        """Return the span that contains an epoch."""
         return next(span for span in reversed(self.spans) if epoch >= span.epoch)
 
     def _of(self, step: int) -> EpochSpan:
@@ -61,7 +61,7 @@ class Calendar:
         return span.step + (epoch - span.epoch) * span.steps
 
     def place(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step, and the step's position in it."""
+        """Return the epoch of a step, and the step's index within the epoch."""
         span = self._of(step)
         epochs, index = divmod(step - span.step, span.steps)
         return span.epoch + epochs, index
@@ -72,9 +72,10 @@ class Calendar:
         return span.epoch + (step - span.step) / span.steps
 
     def clock(self, step: int) -> int:
-        """Convert a step to the step at the same epoch in a run that keeps epoch 0's batch size.
+        """Convert a step to the step at the same epoch if epoch 0's batch size were kept.
 
-        Learning rate schedules use the result, so they depend on epochs, not on the batch size.
+        Learning rate schedules use the result, so they depend on the epoch, and not on changes of
+        the batch size.
         """
         span, steps = self._of(step), self.spans[0].steps
         return span.epoch * steps + (step - span.step) * steps // span.steps

@@ -1,4 +1,4 @@
-"""Estimate the size of a checkpoint, and report which parts another preconditioner can use."""
+"""Estimate the size of a checkpoint, and describe what a new preconditioner takes from it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ KINDS = {
     "lengths of rows": ("kfac/rows/",),
     "momenta": (MOMENTA,),
 }
-"""The states of preconditioners: their descriptions, and the prefixes of their items' names."""
+"""Descriptions of preconditioners' states, and the prefixes of the names of their items."""
 
 
 def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
     """Estimate the size of a checkpoint in MB: weights, momentum, packed factors, bases, scales.
 
     Args:
-        tensors_per_weight: the number of values stored per weight (the weight and its averages).
+        tensors_per_weight: the number of values stored per weight: the weight, its momentum, and
+            averages, for example.
     """
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
@@ -45,7 +46,7 @@ def carried(
     Collective over: comm.
 
     Args:
-        items: the items of the checkpoint.
+        items: the items of the checkpoint, which another preconditioner wrote.
     """
     shares = comm.allgather([*trainer.state_dict()])
     now, before = _kinds(set().union(*shares)), _kinds(items)
@@ -69,7 +70,7 @@ def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
     """Check that a checkpoint has the kind of momentum that the options select.
 
     Momentum is applied either to gradients or to directions. `KFAC.load_state_dict` rejects the
-    same states, but its errors do not name the options.
+    same checkpoints, but its error messages do not name the programs' options.
 
     Args:
         items: the items of a checkpoint.

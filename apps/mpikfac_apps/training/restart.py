@@ -1,4 +1,4 @@
-"""Where a run starts: at step 0, or at a checkpoint from which it is resumed."""
+"""Determine where a run starts: at step 0, or at a checkpoint from which it resumes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Restart:
         ranks: the number of ranks of the first start; a restart with a different number keeps batch
             size and learning rate.
         checkpoint: the checkpoint to resume from; None at step 0.
-        images: the checksums of the images that the checkpoint contains.
+        images: the checksums of the images, from the checkpoint; empty at step 0.
     """
 
     options: Options
@@ -41,11 +41,13 @@ class Restart:
 
     @property
     def last_step(self) -> int:
-        """The last step that was taken, or 0 if there was none."""
+        """The number of the last step that was taken, counted from 0; 0 if there was none."""
         return max(0, self.checkpoint.step - 1) if self.checkpoint else 0
 
     def report_carried(self, comm: mpikfac.comm.Comm, trainer: object) -> None:
-        """Log which parts of another preconditioner's state are used, after they have been loaded.
+        """Log which parts of the checkpoint are used, if another preconditioner wrote it.
+
+        Call this method after the checkpoint has been loaded.
 
         Collective over: comm.
         """
@@ -72,7 +74,7 @@ def find_restart(world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Opt
         comm: the ranks that train one network together.
 
     Raises:
-        UserError: the checkpoint is damaged, or its run had different options; see
+        UserError: the checkpoint is damaged, or an option that a restart must keep differs; see
             `settings.follow`.
     """
     checkpoint = groups.open_checkpoint(world, comm, options)
@@ -99,7 +101,7 @@ def _report(
     before: settings.RunSettings | None,
     now: Mapping[str, Any],
 ) -> None:
-    """Log what differs from the checkpoint: the version and the options."""
+    """Log which version wrote the checkpoint, if another one, and which options differ."""
     if checkpoint.writer not in ("", version := f"mpikfac {metadata.version('mpikfac')}"):
         log.info("the checkpoint was written by %s; this is %s", checkpoint.writer, version)
     if before is None:

@@ -1,4 +1,4 @@
-"""Train on images: build the parts of a run, and define its steps, tests and state."""
+"""The training run of `mpikfac train`: its parts, its steps on images, its tests and its state."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class Run(Loop):
     Collective over: world, as are all methods.
 
     Args:
-        world: the ranks of all groups.
+        world: the ranks of all groups; each group trains its own network.
         team: the ranks that train one network together.
 
     Attributes:
         begun_on: the number of ranks at the run's first start.
         problem: the data, the loss and the test.
-        timetable: what is due after each step.
-        prepared: the network, with its frozen and split layers.
-        model: the network itself.
-        training: the trainer, and what the run needs from its kind of training.
+        timetable: determines what is due after each step.
+        prepared: the network, with its optimizer, and its frozen and split layers.
+        model: the network alone.
+        training: the trainer, and methods that depend on the kind of training.
         average: the average of the network's weights, if tests use it; otherwise None.
-        best: the best test so far.
+        best: the best test result so far.
         recording: the steps whose stages are recorded.
     """
 
@@ -93,7 +93,7 @@ class Run(Loop):
         self.average = Average(self.model, options.ema_decay) if options.ema_decay else None
         self.best = best.Best(problem.task)
         self._first_loss = math.nan  # this rank's first loss after this start
-        numbers = problem.task.numbers(problem.classes)  # the number of values of the measure
+        numbers = problem.task.numbers(problem.classes)  # values from which the metric is computed
         super().__init__(
             *(comm, options, guard, self.training.trainer),
             steps=self.timetable.steps,
@@ -109,7 +109,7 @@ class Run(Loop):
     # -- training --------------------------------------------------------------------------------
 
     def take(self, step: int) -> None:
-        """Take a step; replicas are averaged if a test or a meeting is due after it."""
+        """Take a step; average the replicas if a test or a meeting of clients is due after it."""
         epoch, index = self.timetable.place(step)
         self.prepared.begin_epoch(epoch)
         with self.speed.step(self.timetable.batch(step)), self.recording.step(step):
@@ -125,7 +125,7 @@ class Run(Loop):
             self.recording.write()
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> None:
-        """Take a training step on the local batch, in several passes if the options request it."""
+        """Take a training step on the rank's shard, in several passes if the options request it."""
         self.set_rate(step)
         in_parts = self.trainer.plan.of(self.comm.rank).parts
         passes = in_parts or self.options.accumulate
@@ -149,7 +149,7 @@ class Run(Loop):
         self.training.adapt(mean_loss, lambda: self._loss_after(step, first, parts))
 
     def _loss_after(self, step: int, first: int, parts: Sequence[tuple[Tensor, Tensor]]) -> float:
-        """Return the loss on the step's images after the step, without changing statistics."""
+        """Return the loss on a step's images after the step, without changing the buffers."""
         problem, losses = self.problem, []
         statistics = [buffer.clone() for buffer in self.model.buffers()]
         with self.trainer.trace.stage("forward"), torch.no_grad():
@@ -161,11 +161,11 @@ class Run(Loop):
         return torch.stack(losses).mean().item()
 
     def _seed(self, step: int, number: int) -> None:
-        """Set the seed for a part of a batch, so that checkpoints need no generator state."""
+        """Set torch's seed for part `number` of a batch; checkpoints need no generator state."""
         torch.manual_seed(batches.mixed(self.options.seed, step, number))
 
     def _pass(self, images: Tensor, labels: Tensor, share: float) -> Tensor:
-        """Run a forward and a backward pass; return the mean loss. `share` scales the gradients."""
+        """Run a forward and a backward pass; return the mean loss. `share` scales the objective."""
         problem, stage = self.problem, self.trainer.trace.stage
         with stage("forward"):
             outputs, targets = problem.outputs(self.model, images, labels)
@@ -186,7 +186,7 @@ class Run(Loop):
         self.training.call_meeting()
 
     def asked(self, votes: list[int]) -> list[int]:
-        """Return the votes summed over the ranks of all groups."""
+        """Return `votes`, the sums over this group's ranks, summed over all groups."""
         return self.training.asked(votes)
 
     @property
@@ -195,7 +195,7 @@ class Run(Loop):
         return self.training.everyone.rank == 0
 
     def close(self) -> None:
-        """Write the recorded steps of a stopped run, and release trainer and split layers."""
+        """Write recorded steps that are not written yet; release the trainer and split layers."""
         self.recording.write()
         self.training.log_end(self.comm)
         super().close()
@@ -204,12 +204,16 @@ class Run(Loop):
     # -- records ---------------------------------------------------------------------------------
 
     def report(self) -> None:
-        """Write a row of metrics for the steps since the last row; warn if the loss has grown."""
+        """Write metrics of the steps since the last report; warn if the loss has grown."""
         super().report()
         self._compare_with_first(self.meter.loss)
 
     def numbers(self) -> dict[str, float]:
-        """Return the training's metrics, including troubles and decompositions; not collective."""
+        """Return values for metrics.jsonl that depend on the kind of training; not collective.
+
+        Include the number of non-finite values, if any, and the number of decompositions, if they
+        depend on a tolerance.
+        """
         numbers = self.training.numbers()
         if self.votes.troubles:
             numbers["troubles"] = self.votes.troubles
@@ -245,7 +249,7 @@ class Run(Loop):
         self.problem.batches.share_broken(self.comm)
 
     def _test(self, text: str, **numbers: float) -> None:
-        """Test the network; write a row of metrics and a line of the log; keep the best weights."""
+        """Test the network, write results to metrics.jsonl and the log; keep the best weights."""
         problem, model = self.problem, self.model
         if self.average:
             model = problem.averaged_model(self.average)
@@ -273,7 +277,7 @@ class Run(Loop):
         return patience is not None and self.best.since >= patience
 
     def _compare_with_first(self, loss: float) -> None:
-        """Warn once if the loss has grown far above the first one."""
+        """Warn once if the loss is more than `GROWTH` times the first loss."""
         if self.record and loss > GROWTH * self._first_loss > 0:
             log.warning(
                 "the loss is %s after step %d, but was %s at first; try an lr below %s",
@@ -300,22 +304,22 @@ class Run(Loop):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's part of the trainer's state, and the averaged weights."""
+        """Return this rank's items of a checkpoint, including any averaged weights."""
         average = self.average.state() if self.average else {}
         return super().state() | self.training.state() | average
 
     def about(self) -> dict[str, Any]:
-        """Return the run's options, how it was first started, and the checksums of the images."""
+        """Return the options, the ranks of the first start, the threads, and image checksums."""
         about = settings.about_run(self.options, self.comm.size)
         about |= {"ranks": self.begun_on, "threads": torch.get_num_threads()}
         return about | self.problem.checksums
 
     def of_records(self) -> dict[str, Any]:
-        """Return the state of the best test; not collective."""
+        """Return the items of a checkpoint about the best test; not collective."""
         return self.best.state()
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a `state`, except for hyperparameters that the options set."""
+        """Load the result of `state`, but keep the weight decay and momentum of the options."""
         items: Mapping[str, Any] = checkpoint  # an item's name determines its type
         carried.check_momentum(self.options, items)
         numbers = decays_and_momenta(self.trainer.optimizer)

@@ -1,7 +1,7 @@
 """Keep the settings of a run across restarts: a checkpoint stores the options of its run.
 
 A resumed run uses the options of the checkpoint, except for those set on the command line or in a
-file named there. All other differences between two starts are logged, or raise an error.
+file that it names. Options that differ between the two starts are logged, or raise an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OF_CODE = ("model", "data.name", "metrics")
 """Options whose values can name a file to execute."""
 
 CHOOSES = ("optimizer", "strategy")
-"""Options that choose an algorithm, in addition to those that choose a type."""
+"""Options that choose an algorithm, in addition to those whose keys end in ".type"."""
 
 PRECONDITIONER = "kfac.preconditioner.type"
 
@@ -49,8 +49,8 @@ class RunSettings:
     """The options of a run by key, as in a YAML file.
 
     Attributes:
-        given: the options as given; null for choices that they leave open.
-        resolved: the options with all choices made; see `parse.resolved`.
+        given: the options as given by the user; null for choices that are left to the program.
+        resolved: the options after the program has made all choices; see `parse.resolved`.
     """
 
     given: Mapping[str, Any]
@@ -60,9 +60,9 @@ class RunSettings:
 def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     """Return the checked options; a resumed run keeps the saved value of an option that is not set.
 
-    If the first start left a choice to the program, the checkpoint's choice is kept unless it
-    depends on an option that changes. If the preconditioner changes, the defaults of the previous
-    one are dropped.
+    If the first start left a choice to the program, the choice saved in the checkpoint is kept
+    unless it depends on an option that changes. If the preconditioner changes, options that have
+    the default values of the previous preconditioner are not kept.
 
     Raises:
         ValueError: an option is invalid; the one-line message states key, value and allowed values.
@@ -88,7 +88,7 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
 
 
 def _checkpoint(options: Options) -> Path | None:
-    """Return the newest checkpoint to resume from; its content is checked later, in training."""
+    """Return the newest checkpoint to resume from; training checks its content later."""
     if options.resume == "auto":
         roots = root(options), Path(options.run_dir) / "group-0" / "checkpoints"
         return next(filter(None, map(mpikfac.checkpoint.latest_checkpoint, roots)), None)
@@ -110,7 +110,7 @@ def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str,
 
 
 def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str]:
-    """Return the options whose values are defaults of the previous preconditioner.
+    """Return the keys of options with the default values of the previous preconditioner.
 
     The result is empty if the preconditioner does not change.
     """
@@ -128,16 +128,16 @@ def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str
 def _pinned(
     before: RunSettings, kept: Mapping[str, Any], options: Options, ranks: int
 ) -> dict[str, Any]:
-    """Return the saved values of choices that this version would make differently.
+    """Return the saved values of choices that this version of the program would make differently.
 
-    Files that the checkpoint names are not executed: options that name code are taken from
-    this start.
+    To avoid executing files that the checkpoint names, options that can name files of code are
+    taken from this start.
     """
     given = flat(options)
     code = {key: given[key] for key in OF_CODE}
     try:
         usual = flattened(resolved(parse([], ranks, {**kept, **code}), ranks))
-    except ValueError:  # saved values that this start replaces may be invalid here
+    except ValueError:  # saved values that this start replaces may be invalid by themselves
         return {}
     now = flattened(resolved(options, ranks))
     # If a type has changed, some of these options existed only before, or exist only now.
@@ -151,14 +151,14 @@ def _pinned(
 
 
 def _check_groups(before: RunSettings, options: Options) -> None:
-    """Check that the number of groups is unchanged, because groups resume with peers' weights."""
+    """Check that the number of groups is unchanged: groups resume with each other's weights."""
     groups, saved = options.codistillation.groups, before.given.get("groups", 1)
     if groups != saved:
         raise ValueError(f"groups={groups} must be {saved}, as in the run that is continued")
 
 
 def _check_code(options: Mapping[str, Any], named: Mapping[str, Any]) -> None:
-    """Raise an error instead of executing a file that only the checkpoint names."""
+    """Raise an error if an option names a file to execute that only the checkpoint names."""
     for key, value, file in code_of(options):
         if named[key] != value:
             raise ValueError(
@@ -177,7 +177,7 @@ def code_of(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def of_checkpoint(path: Path) -> RunSettings | None:
-    """Return the settings of a checkpoint's run or, if it is damaged, of its config.yaml.
+    """Return the settings of the run of a checkpoint or, if it is damaged, from its config.yaml.
 
     Returns:
         None if neither the checkpoint nor a config.yaml can be read.
@@ -206,7 +206,10 @@ def of_saved(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
 
 
 def _given(of_run: Mapping[str, Any], left_open: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options as given: null for those left open, without their types' options."""
+    """Return the options as given by the user; null for those left to the program.
+
+    Options of the types that the program has chosen are omitted.
+    """
     of_types = tuple(key.removesuffix(TYPE) for key in left_open if key.endswith(f".{TYPE}"))
     chosen = {key: value for key, value in of_run.items() if not key.startswith(of_types)}
     return {**chosen, **left_open}
@@ -215,8 +218,8 @@ def _given(of_run: Mapping[str, Any], left_open: Mapping[str, Any]) -> dict[str,
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the options that differ between two starts, as "lr 0.1 -> 0.05, ...".
 
-    Options that choose an algorithm come first. Options that only one of the two starts has are
-    counted, but not listed.
+    Options that choose an algorithm come first. Options that exist in only one of the two starts
+    are counted, but not listed.
     """
     keys = [key for key in {**now, **before} if key not in OF_A_START]
     differing = [k for k in keys if k in before and k in now and before[k] != now[k]]
@@ -244,7 +247,7 @@ def about_run(options: Options, ranks: int) -> dict[str, Any]:
 
 
 def identity(options: Options) -> dict[str, Any]:
-    """Return the options that determine the meaning of steps and weights; restarts keep them."""
+    """Return the options that determine the meaning of steps and weights; a restart keeps them."""
     chosen = dataclasses.asdict(options.data)
     for free in ("path", "test_images", "workers", "max_broken_images", "cache"):
         del chosen[free]
@@ -262,7 +265,7 @@ def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
     """Return a checkpoint's description of its run.
 
     Raises:
-        ValueError: the item has an unexpected form.
+        ValueError: the description is not in the expected format.
     """
     saved = files.json_of(str(checkpoint["run/data"]))
     if not files.has_form(saved, {"ranks": int, "threads": int, "batch": (int, str)}):
@@ -276,10 +279,11 @@ def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
 
 
 def check_images(before: Mapping[str, Any], now: Mapping[str, int]) -> None:
-    """Check that training images are the same as in the saved run, and log changed test images.
+    """Check that a resumed run has the same training images; log whether test images differ.
 
     Args:
         before: the checksums in the checkpoint; see `Dataset.checksums`.
+        now: the checksums of the images of this start.
 
     Raises:
         ValueError: the checksums of training images differ.
@@ -297,10 +301,11 @@ def check_images(before: Mapping[str, Any], now: Mapping[str, int]) -> None:
 
 
 def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
-    """Return the options with the batch size of the saved run.
+    """Return the options, with the saved batch size if they set `batch_per_rank`.
 
     Raises:
-        ValueError: the options differ, or the batch is not a multiple of the number of ranks.
+        ValueError: an option that a restart must keep differs, or the batch is not a multiple of
+            the number of ranks.
     """
     requested_batch = options.batches
     if options.batch_per_rank and isinstance(saved["batch"], int):

@@ -20,8 +20,8 @@ log = logging.getLogger("mpikfac.train")
 def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
     """Return the remaining ranks, and the options with which they start again.
 
-    The state in memory is written as a checkpoint if it is complete. Otherwise, the ranks resume
-    from the last checkpoint.
+    If the remaining ranks hold a complete state in memory, they write it as a checkpoint.
+    Otherwise, they resume from the last checkpoint.
 
     Collective over: the remaining ranks.
     """
@@ -48,9 +48,9 @@ def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
 def save_what_is_left(run: Run) -> None:
     """Write a checkpoint if the remaining ranks have the complete state of a step.
 
-    The lowest step of all ranks is written, because ranks at a later step may have used the output
-    of a broken collective. Items that several ranks hold are compared, so a single surviving rank
-    writes nothing.
+    The state after the lowest step of all ranks is written, because ranks at a later step may have
+    used the output of a broken collective. Items that several ranks hold are compared, so a single
+    surviving rank writes nothing.
 
     Collective over: run.comm.
     """

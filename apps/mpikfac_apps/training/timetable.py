@@ -1,4 +1,4 @@
-"""Determine what is due after each step: epochs, tests, clients' checkpoints, and the end."""
+"""Determine when epochs end, and when tests, clients' checkpoints and the end of a run are due."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Timetable:
         self.steps = min(calendar.first(options.epochs), options.max_steps or sys.maxsize)
 
     def place(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step, and the step's position in it."""
+        """Return the epoch of a step, and the step's index within the epoch."""
         return self._calendar.place(step)
 
     def batch(self, step: int) -> int:

@@ -1,7 +1,7 @@
 """Record the stages of some steps of a run, and write them to files after these steps.
 
 RUN/trace.json.gz can be opened in https://ui.perfetto.dev or chrome://tracing; RUN/stages.json
-contains mean times.
+contains the mean time of each stage.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.text import table
 from mpikfac_apps.training.parts.trainings import Training
 
-WARM_UP = 2  # steps not recorded at the start, because memory and caches are still cold
+WARM_UP = 2  # the first steps are slower, because caches are cold, and are not recorded
 
 log = logging.getLogger("mpikfac.train")
 
 
 class Recording:
-    """Record `trace_steps` steps after the first two steps of a start.
+    """Record the stages of `trace_steps` steps, after the first two steps of a start.
 
     Args:
         last: the number of steps of the whole run.
@@ -52,7 +52,7 @@ class Recording:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Record the body of the with statement if the step is one of `chosen`."""
+        """Record the stages of the with statement's body if the step is one of `chosen`."""
         if step not in self.chosen:
             yield
             return
@@ -63,7 +63,7 @@ class Recording:
         self._steps[step] = start, time.perf_counter()
 
     def write(self) -> None:
-        """Write the recorded steps, once, and time their messages in isolation.
+        """Write the recorded steps if there are any, after timing their messages in isolation.
 
         Collective over: world.
         """
@@ -78,7 +78,7 @@ class Recording:
             self._write(ranks, isolated)
 
     def _isolated(self) -> dict[str, float]:
-        """Return the time of a step's messages in isolation, in seconds, by stage."""
+        """Return the seconds that a step's messages take in isolation, by stage."""
         grid, device = self.trainer.grid, next(self.trainer.model.parameters()).device
         plan = self.trainer.plan.of(grid.world.rank)
         return mpikfac.comm.isolated_seconds(grid, plan, device)
@@ -86,7 +86,7 @@ class Recording:
     def _write(
         self, ranks: list[mpikfac.timeline.Recorded], isolated: list[dict[str, float]]
     ) -> None:
-        """Print the tables, and write the files unless existing files contain more steps."""
+        """Log the tables of stages; write the files unless existing files contain more steps."""
         columns = self.trainer.plan.grid.columns
         means = mpikfac.timeline.stage_means(ranks, columns)
         means["collectives"] = mpikfac.timeline.collective_means(ranks, isolated)
@@ -108,7 +108,7 @@ class Recording:
 
 
 def _steps(path: Path) -> int:
-    """Return the number of steps in a file of mean times, or 0 if there is no such file."""
+    """Return the number of steps in a stages.json, or 0 if there is no readable file."""
     try:
         return len(files.read_json(path)["steps"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,8 +1,9 @@
-"""Train a CNN with K-FAC or a first-order optimizer on all ranks of the MPI job.
+"""Train a network with K-FAC or a first-order optimizer on all ranks of the MPI job.
 
     mpirun -n 4 mpikfac train --config jobs/configs/cifar10_resnet20_kfac.yaml
 
-Every option of `--help_all` can be set in the file or, as `--key value`, on the command line.
+Every option that `--help_all` lists can be set in the file or, as `--key value`, on the command
+line.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from mpikfac_apps.training.parts.problem import build
 from mpikfac_apps.training.run import Run
 from mpikfac_apps.training.shrink import go_on
 
-PATIENCE = 10.0  # seconds after which a thread that is still running at the end is reported
+PATIENCE = 10.0  # seconds after the end of the main thread until other threads are reported
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train with the given command line; return 0 after a complete run, `exit_code` after a stop.
+    """Train; return 0 after a complete run, and the option `exit_code` after a request to stop.
 
     Collective over: world.
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tell_of_threads(rank: int) -> None:
-    """Print a line if a thread prevents the process, and therefore the job, from ending."""
+    """Print a line if a thread prevents the process, and therefore the job, from exiting."""
     main = threading.main_thread()
     main.join(60)  # times out if a larger program continues after training
     time.sleep(PATIENCE)
@@ -68,7 +69,7 @@ def tell_of_threads(rank: int) -> None:
 
 
 def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
-    """Train, or serve the ranks that train; return the exit code.
+    """Train on this rank, or serve the ranks that train; return the exit code.
 
     If ranks are lost and the options allow it, the remaining ranks start again.
 
@@ -109,7 +110,7 @@ def settle(comm: mpikfac.comm.Comm, options: Options) -> RankPlace:
 def assist(
     comm: mpikfac.comm.Comm, team: mpikfac.comm.SplitComm, options: Options, device: torch.device
 ) -> None:
-    """Decompose factors, or store the weights, until the ranks that train have finished.
+    """Serve the ranks that train, by decomposing factors or storing weights, until they finish.
 
     The ranks that train run the watchdog and handle signals, because a server can be idle for a
     long time.

@@ -50,8 +50,8 @@ def jet(x: Tensor, directions: Tensor | None = None) -> Jet:
         or (directions.ndim == 3 and len(directions) != len(x))
     ):
         raise ValueError(
-            f"directions {list(directions.shape)} must be [directions, {x.shape[1]}], or "
-            f"[{len(x)}, directions, {x.shape[1]}]"
+            f"directions has shape {list(directions.shape)}, but must have shape [k, {x.shape[1]}] "
+            f"or [{len(x)}, k, {x.shape[1]}], for k directions"
         )
     if directions.ndim == 2 and len(directions) == len(x) > x.shape[1]:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Text to learn, and networks that learn the next token of a text."""
+"""Text to learn from, and networks that predict the next token of a text."""

@@ -31,7 +31,8 @@ class Corpus:
 
     Attributes:
         tokens: the bytes of all files, one file after the other.
-        about: a line with the text's origin, length and checksum, for comparing runs.
+        about: a line with the text's origin, length and checksum, to check that runs use the same
+            text.
     """
 
     tokens: Tensor
@@ -74,9 +75,9 @@ def files_below(folder: Path, left_out: frozenset[str]) -> list[Path]:
 
 
 def windows(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return disjoint windows `[n, size]`, and the token that follows each of their tokens.
+    """Return disjoint windows of tokens, and the token that follows each token, both `[n, size]`.
 
-    Both tensors are views of the text. Tokens that do not fill a window are left out.
+    Both tensors are views of `tokens`. The last tokens, which do not fill a window, are left out.
 
     Raises:
         ValueError: the text does not fill a window.

@@ -1,4 +1,4 @@
-"""Small language models, a transformer and an LSTM, that score the next token.
+"""Small language models, a transformer and an LSTM, which score candidates for the next token.
 
 Both networks take windows of tokens `[n, positions]` and return scores `[n, tokens, positions]`,
 the shape that cross entropy expects. The scores at a position do not depend on later tokens.

@@ -32,7 +32,8 @@ class Volume:
     Attributes:
         voxels: bytes `[depth, height, width]`.
         classes: the class of each voxel, in the same shape; 0 for voxels without a label.
-        about: a line with the volume's origin, size and checksum, for comparing runs.
+        about: a line with the volume's origin, size and checksum, to check that runs use the same
+            volume.
     """
 
     voxels: np.ndarray
@@ -65,7 +66,7 @@ class Volume:
 
 
 def cut(values: np.ndarray, size: int) -> np.ndarray:
-    """Return the cubes `[cubes, size, size, size]` of a grid; incomplete cubes are left out."""
+    """Cut values into cubes `[cubes, size, size, size]`; incomplete cubes are left out."""
     d, h, w = (side // size for side in values.shape)
     whole = values[: d * size, : h * size, : w * size]
     grid = whole.reshape(d, size, h, size, w, size).transpose(0, 2, 4, 1, 3, 5)
@@ -76,7 +77,8 @@ def read(path: str | None = None) -> Volume:
     """Return the volume of a folder with image.nii.gz and labels.nii.gz, or of MNI152.
 
     Raises:
-        ValueError: a package is missing, or a file is not a volume; the message states a remedy.
+        ValueError: a package is missing, a file is not a volume, or the two files do not match; the
+            message states a remedy.
     """
     if path is None:
         image, classes = template()
@@ -97,7 +99,7 @@ def read(path: str | None = None) -> Volume:
 def template() -> tuple[np.ndarray, np.ndarray]:
     """Return the T1 image of MNI152 and the classes: 1 for grey matter, 2 for white matter.
 
-    Each voxel has the class whose fraction in it exceeds one half, or 0 if there is none.
+    Each voxel has the class of the tissue that fills more than half of it, or 0 if neither does.
 
     Raises:
         ValueError: nilearn is not installed.

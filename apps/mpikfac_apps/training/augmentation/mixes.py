@@ -1,7 +1,7 @@
 """Mix the images of a batch in pairs: mixup [Zhang et al. 2018] and cutmix [Yun et al. 2019].
 
 A pair consists of the images at positions 2k and 2k + 1 of a batch. The order of images is random,
-so the pairs are random, too. A rank with an even number of images has both images of each pair.
+so the pairs are random, too. Each rank has an even number of images, so no pair is divided.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ Mix = Callable[[Tensor, float, np.random.Generator], tuple[Tensor, float]]
 
 @dataclass(frozen=True)
 class Mixes:
-    """Mix the images of every step.
+    """Mix the images of every step in pairs, by mixup or cutmix.
 
     All random draws of a step depend only on (seed, epoch, index), and are equal on all ranks, so
     mixed batches are the same for every number of ranks.
 
     Args:
-        mixup: alpha, if weights are drawn from Beta(alpha, alpha); None for no mixup.
-        cutmix: alpha for cutmix; None for no cutmix. With both, each step picks one at random.
+        mixup: the alpha of mixup, whose weights are drawn from Beta(alpha, alpha); None for no
+            mixup.
+        cutmix: the alpha of cutmix, whose areas are drawn from Beta(alpha, alpha); None for no
+            cutmix. With both, each step uses one of them, chosen at random.
         classes: the number of classes.
     """
 
@@ -54,7 +56,7 @@ class Mixes:
         """Return the mixed images, and the weights of the classes in each image.
 
         Args:
-            epoch, index: the epoch, and the position of the batch in the epoch.
+            epoch, index: the epoch, and the index of the batch within the epoch.
             images: bytes `[n, channels, h, w]` of an even number of images.
             labels: int64 `[n]`.
 
@@ -70,7 +72,7 @@ class Mixes:
 
 
 def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tensor, float]:
-    """Return the weighted mean of each image and its partner in float32, and the image's weight.
+    """Return the weighted means of images and their partners, in float32, and the images' weight.
 
     The means are exact, because the weighted sum of two bytes has at most 24 bits.
 
@@ -85,7 +87,7 @@ def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tens
 def cut_and_mixed(
     images: Tensor, share: float, generator: np.random.Generator
 ) -> tuple[Tensor, float]:
-    """Return the images, each with a box copied from its partner, and the fraction of pixels kept.
+    """Return images with a box copied from their partners, and the fraction of pixels kept.
 
     Args:
         share: the fraction of pixels kept if the box lies entirely within the image.
@@ -123,5 +125,5 @@ def shares(labels: Tensor, classes: int, share: float) -> Tensor:
 
 
 def partners(values: Tensor) -> Tensor:
-    """Return the values of an even number of images, with those of partners swapped."""
+    """Return the values of an even number of images, with the two values of each pair swapped."""
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Shift and mirror training images in memory."""
+"""Shift and mirror training images that are held in memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class Augmentation:
     """Describe how training images change from epoch to epoch.
 
     Attributes:
-        shift: the maximum number of pixels by which an image is shifted in each direction.
-        alternating: whether each image is mirrored in every second epoch, instead of at random.
+        shift: the maximum number of pixels by which an image is shifted up, down, left or right.
+        alternating: whether each image is mirrored in every second epoch, instead of in randomly
+            chosen epochs.
     """
 
     shift: int = 4
@@ -33,7 +34,11 @@ class Augmentation:
 
 
 def augmented(images: Tensor, shift: int, top: Tensor, left: Tensor, mirror: Tensor) -> Tensor:
-    """Shift images by (`top`, `left`) - `shift` pixels, fill with black, and mirror if `mirror`."""
+    """Shift images, fill their borders with black, and mirror those for which `mirror` is true.
+
+    Each image is a window of the image with black borders of `shift` pixels; `top` and `left` are
+    the position of the window, between 0 and `2 shift`.
+    """
     n, _, height, width = images.shape
     padded = F.pad(images, (shift,) * 4)
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [n, c, ., ., h, w], not copied

@@ -1,4 +1,4 @@
-"""Divide the ranks of a run into groups, each of which trains a model in a separate directory."""
+"""Divide the ranks of a run into groups; each trains a model in a subfolder of run_dir."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mpikfac_apps.running import checkpoints
 def joined(comm: mpikfac.comm.Comm, options: Options) -> tuple[mpikfac.comm.Comm, Options]:
     """Return the communicator of this rank's group, and the options of the group's run.
 
-    Consecutive ranks form a group, as in `mpikfac.lab.Codistillation`.
+    Consecutive ranks form a group, as in `mpikfac.lab.Codistillation`. Each group has its own seed
+    and run directory.
 
     Collective over: comm.
     """
@@ -37,7 +38,8 @@ def open_checkpoint(
 ) -> mpikfac.checkpoint.Checkpoint | None:
     """Return the checkpoint to resume from, of the same step in all groups; None to start at 0.
 
-    The newest steps can differ, because a job may end before all groups have written a checkpoint.
+    The steps of the groups' newest checkpoints can differ, because a job may end before all groups
+    have written a checkpoint.
 
     Collective over: world.
 

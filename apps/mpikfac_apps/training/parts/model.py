@@ -39,6 +39,6 @@ class PreparedModel:
             self._frozen.begin_epoch(epoch)
 
     def detach(self) -> None:
-        """Restore the original layers if layers are split."""
+        """Replace split layers by the original layers."""
         if self._split:
             self._split.detach()

@@ -1,4 +1,4 @@
-"""The optimizer of a training run, its frozen layers, and the average of its weights."""
+"""Create a run's optimizer, freeze layers in the first epochs, and average the weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _soap(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _by_layer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return LARS or LAMB, which scale each layer's step by the norm of its weights."""
+    """Return LARS or LAMB, which scale each layer's step by the norm of the layer's weights."""
     from pytorch_optimizer import LARS, Lamb
 
     parameters, lr, beta = model.parameters(), options.rate, options.momentum
@@ -75,7 +75,10 @@ def _by_layer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Give the state the memory layout that it has after a restart, so that rounding is equal."""
+    """Give the optimizer's state the memory layout that it has after a restart.
+
+    Otherwise, the rounding of later steps would depend on whether the run was restarted.
+    """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if torch.is_tensor(value):
@@ -85,14 +88,14 @@ def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
-    """Return the weights of linear layers and convolutions, except for the first and last layer.
+    """Return the weights of linear layers and convolutions, except in the first and last layer.
 
     A convolution's weight counts as a matrix `[outputs, inputs x height x width]`. The first layer
     can be an embedding.
     """
     kinds = nn.Linear | nn.Embedding | _ConvNd
     layers = [module for module in model.modules() if isinstance(module, kinds)]
-    # a shared weight has a single entry
+    # a weight that several layers share has a single entry
     entries = {layer.weight: isinstance(layer, nn.Embedding) for layer in layers}
     return [weight for weight in list(entries)[1:-1] if not entries[weight]]
 
@@ -104,20 +107,20 @@ def decays_and_momenta(optimizer: torch.optim.Optimizer) -> list[dict[str, float
 
 
 def follow_options(optimizer: torch.optim.Optimizer, numbers: Sequence[dict[str, float]]) -> None:
-    """Restore the hyperparameters that the options set, after loading a checkpoint."""
+    """Set the hyperparameters `numbers` of each parameter group again, after loading a state."""
     for group, group_numbers in zip(optimizer.param_groups, numbers):
         group.update(group_numbers)
 
 
 class Frozen:
-    """The layers that are frozen in the first epochs: all but the last module with parameters.
+    """Freeze all layers except the last module with parameters during the first epochs.
 
     Parameters that the network itself freezes stay frozen.
 
     Collective over: none; no method is collective.
 
     Attributes:
-        last: the name of the last module.
+        last: the name of the last module with parameters, which is trained from the beginning.
     """
 
     def __init__(self, model: nn.Module, epochs: int) -> None:
@@ -126,7 +129,7 @@ class Frozen:
         self._layers = [p for module, p in named if p.requires_grad and module != self.last]
 
     def begin_epoch(self, epoch: int) -> None:
-        """Freeze the layers, or unfreeze them after the first epochs."""
+        """Freeze the layers in the first epochs, and unfreeze them in later ones."""
         for parameter in self._layers:
             parameter.requires_grad_(epoch >= self._epochs)
 
@@ -144,7 +147,7 @@ class Average:
         self._averaged = AveragedModel(model, multi_avg_fn=_towards(decay))
 
     def add(self, model: nn.Module) -> None:
-        """Update the average with the weights after a step."""
+        """Update the average with the model's weights; call this after each step."""
         self._averaged.update_parameters(model)
 
     def model(self, inputs: Iterable[Tensor]) -> nn.Module:
@@ -166,7 +169,7 @@ class Average:
         """Load the result of `state`.
 
         Raises:
-            ValueError: the items are not the result of `state`.
+            ValueError: an item is missing or invalid.
         """
         items = fitting(state, self.state())
         steps = items.pop(AVERAGED)
@@ -178,7 +181,10 @@ class Average:
 
 
 def _towards(decay: float) -> Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | int], None]:
-    """Return the averaging function for `AveragedModel`; its last argument counts past updates."""
+    """Return the averaging function for torch's `AveragedModel`.
+
+    The last argument of the returned function is the number of earlier updates.
+    """
 
     def move(averages: Sequence[Tensor], weights: Sequence[Tensor], steps: Tensor | int) -> None:
         torch._foreach_lerp_(list(averages), list(weights), max(1 / (int(steps) + 1), 1 - decay))

@@ -1,4 +1,4 @@
-"""The problem of a run: the images, the network, the loss and the test."""
+"""The problem that a run solves: the images, the task of the network, the loss and the test."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mpikfac_apps.text import measured, percent
 from mpikfac_apps.training import batches, settings
 from mpikfac_apps.training.parts.optimizers import Average, make_optimizer
 
-# Training images used to compute the statistics of averaged weights: in total, and per pass.
+# Training images used to compute BatchNorm's statistics for averaged weights: total, per pass.
 SAMPLE, PASS = 1024, 128
-FURTHER = {"top5": "top-5", "voxel accuracy": "voxel accuracy"}  # named in logs after the measure
+FURTHER = {"top5": "top-5", "voxel accuracy": "voxel accuracy"}  # logged after the main metric
 
 log = logging.getLogger("mpikfac.train")
 
@@ -67,7 +67,8 @@ def load_data(comm: mpikfac.comm.Comm, options: Options) -> datasets.Dataset | L
         data = datasets.load(**{name: getattr(options.data, name) for name in names})
         largest = max(numbers_of(options.batches))
         if largest > len(data.train_images):
-            raise ValueError(f"batch={largest} is more than the {len(data.train_images)} images")
+            images = len(data.train_images)
+            raise ValueError(f"batch={largest} must not exceed the number of images ({images})")
     if options.data.cache is None:
         return data
     assert isinstance(data, Listing), "only packed files have this option"
@@ -83,13 +84,13 @@ class Problem:
         images_before: the image checksums in a checkpoint; empty to accept any images.
 
     Attributes:
-        network: the entry of the network.
+        network: the registry entry for the network.
         task: what the network learns.
         batches: this rank's images.
         checksums: the checksums of all images, by name; see `Dataset.checksums`.
-        calendar: the steps of every epoch.
+        calendar: the number of steps of every epoch.
         normalise: converts images from `batches` to inputs of the network.
-        loss: returns the mean training loss for outputs and targets.
+        loss: returns the mean training loss, given outputs and targets.
     """
 
     def __init__(
@@ -140,9 +141,9 @@ class Problem:
             return model(inputs).float(), self.task.targets(inputs, labels)
 
     def check(self, model: nn.Module) -> None:
-        """Check that a network accepts the images and has one output per class.
+        """Check that a third-party network accepts the images and has one output per class.
 
-        Warn if its outputs come from a softmax.
+        Warn if its outputs are probabilities or log-probabilities.
 
         Raises:
             ValueError: see `models.check`.
@@ -153,14 +154,14 @@ class Problem:
             log.warning("%s", doubts)
 
     def averaged_model(self, average: Average) -> nn.Module:
-        """Return the model with averaged weights; a sample of images determines its statistics."""
+        """Return the model with averaged weights; sampled images set BatchNorm's statistics."""
         torch.manual_seed(self.options.seed)  # dropout is equal on all ranks
         return average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the loss and the measures over all test images, counting each image once."""
+        """Return the mean loss and the metrics over all test images; each image counts once."""
         measures = self.task.tests(self.classes)
-        numbers = self.task.numbers(self.classes)  # the number of values of the first measure
+        numbers = self.task.numbers(self.classes)  # the number of values of the first metric
         meter = Meter(self.comm, self.device, measures=numbers + len(measures) - 1)
         model.eval()
         with torch.no_grad():
@@ -175,6 +176,6 @@ class Problem:
 
 
 def words_of(tested: Mapping[str, float], measure: str) -> str:
-    """Describe the measures of a test, without the loss."""
+    """Describe the metrics of a test, except the loss."""
     further = (f", {words} {percent(tested[n], 2)}" for n, words in FURTHER.items() if n in tested)
     return f"{measure} {measured(measure, tested[measure])}{''.join(further)}"

@@ -131,11 +131,12 @@ def make_training(
     optimizer: torch.optim.Optimizer,
     trace: mpikfac.Trace,
 ) -> Training:
-    """Return a run's training with a new trainer, before a checkpoint is loaded.
+    """Return the training of a run, with a new trainer; a checkpoint can be loaded later.
 
     Collective over: the team, and all groups.
 
     Args:
+        team: the ranks that train one network together.
         world: the ranks of all groups.
     """
     training = training_of_group(problem, team, model, optimizer, trace)

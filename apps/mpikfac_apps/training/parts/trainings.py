@@ -1,4 +1,4 @@
-"""The kinds of training: what a run needs from its trainer, and how each kind provides it.
+"""The kinds of training, each with the methods that a run calls around its trainer's steps.
 
 A run calls the same methods for all kinds. Where a kind has nothing to do, it inherits a method
 that does nothing.
@@ -28,10 +28,10 @@ class Training:
     Collective over: world, unless a docstring says otherwise.
 
     Args:
-        problem: contains the loss and the options of the run.
+        problem: the data, the loss and the options of the run.
 
     Attributes:
-        trainer: the trainer of the run.
+        trainer: the trainer of this rank's network.
         everyone: the ranks of the run, in all groups.
         alone: whether this rank's client steps independently of other clients.
         tensors_per_weight: the number of values that a checkpoint stores per weight, such as the
@@ -61,7 +61,7 @@ class Training:
         """Step the trainer after all forward and backward passes.
 
         Args:
-            images: the rank's part of the batch, in the form that `Batches.get` returns.
+            images: the rank's shard of the batch, not normalised, as `Batches.get` returns it.
             mean_loss: the mean of the losses of all passes.
         """
         if self._hears_loss:
@@ -92,7 +92,7 @@ class Training:
         """Send this rank's votes to all clients; not collective."""
 
     def events(self) -> list[Event]:
-        """Return the recorded events, with communicator names of the whole run; not collective."""
+        """Return the recorded events, with the run's names of communicators; not collective."""
         return self.trainer.trace.events
 
     def state(self) -> dict[str, Any]:
@@ -100,10 +100,10 @@ class Training:
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state` from a checkpoint's items."""
+        """Load the result of `state` from the items of a checkpoint."""
 
     def log_end(self, comm: mpikfac.comm.Comm) -> None:
-        """Log this kind of training's metrics for the whole run.
+        """Log metrics of the whole run that only this kind of training has.
 
         Collective over: comm.
         """
@@ -120,7 +120,7 @@ class KfacTraining(Training):
         self.tensors_per_weight = Training.tensors_per_weight + trainer.settings.grafting.by_adam
 
     def record(self, outputs: Tensor) -> None:
-        """Record the outputs for the factors."""
+        """Pass the outputs to the trainer, which estimates the factors from them."""
         self.trainer.record(outputs, self.problem.task.loss_name)
 
     def adapt(self, loss: Tensor, loss_after: Callable[[], float]) -> None:
@@ -131,7 +131,7 @@ class KfacTraining(Training):
             self.trainer.update_damping(loss.item(), after)
 
     def numbers(self) -> dict[str, float]:
-        """Return the scale of the KL clip."""
+        """Return the factor by which the KL clip scaled the directions of the last step."""
         return {"kl_scale": self.trainer.kl_scale.item()}
 
 
@@ -149,7 +149,7 @@ class QuadraticTraining(KfacTraining):
 
 
 class ClientTraining(Training):
-    """Training by clients that send updates to servers."""
+    """Training by clients that send updates to parameter servers."""
 
     trainer: mpikfac.lab.AsyncSGD
     alone = True
@@ -159,11 +159,14 @@ class ClientTraining(Training):
         return {"staleness": mean_staleness(self.trainer.staleness)}
 
     def call_meeting(self) -> None:
-        """Request a meeting of all clients after one of the following steps."""
+        """Request that all clients meet after one of the following steps."""
         self.trainer.call()
 
     def events(self) -> list[Event]:
-        """Return the recorded events; a client's ranks are a row of the run's grid of ranks."""
+        """Return the recorded events, with "world" renamed to "row".
+
+        A client's ranks form one row of the grid of the run's ranks.
+        """
         events = self.trainer.trace.events
         return [event._replace(over=event.over.replace("world", "row", 1)) for event in events]
 
@@ -192,24 +195,24 @@ class GroupTraining(Training):
         self.tensors_per_weight = training.tensors_per_weight
 
     def record(self, outputs: Tensor) -> None:
-        """Pass the outputs to the training of the group."""
+        """Pass the outputs to the training of this rank's group."""
         self.training.record(outputs)
 
     def objective(self, images: Tensor, outputs: Tensor, loss: Tensor) -> Tensor:
-        """Return the loss plus the divergence from the other groups' predictions."""
+        """Return the loss plus the codistillation term for the other groups' predictions."""
         return loss + self.codistillation.term(self.problem.normalise(images), outputs)
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
-        """Step the group's trainer; swap weights with the other groups if a swap is due."""
+        """Step the trainer of this group; swap weights with the other groups if a swap is due."""
         self.training.step(images, labels, mean_loss)
         self.codistillation.end_step()
 
     def numbers(self) -> dict[str, float]:
-        """Return the metrics of the group's training."""
+        """Return the metrics of the training of this rank's group."""
         return self.training.numbers()
 
     def asked(self, votes: list[int]) -> list[int]:
-        """Return the votes summed over all groups, which stop and save together."""
+        """Return the votes summed over all groups, because groups stop and save together."""
         return [round(vote) for vote in mpikfac.comm.summed(self.everyone, votes)]
 
     def state(self) -> dict[str, Any]:
@@ -217,5 +220,5 @@ class GroupTraining(Training):
         return self.codistillation.state_dict()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the weights of the other groups."""
+        """Load the weights that the other groups had at the last swap."""
         self.codistillation.load_state_dict(state)

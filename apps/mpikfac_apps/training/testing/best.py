@@ -21,12 +21,12 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Best:
-    """The best test of a run so far; identical on all ranks, as test results are.
+    """The best test result of a run so far; identical on all ranks, as test results are.
 
     Collective over: none; no method is collective.
 
     Attributes:
-        value: the measure of the best test; NaN before the first test.
+        value: the metric in the best test; NaN before the first test.
         since: the number of tests since the best one.
     """
 
@@ -35,7 +35,7 @@ class Best:
         self.value, self.since = math.nan, 0
 
     def follow(self, value: float) -> bool:
-        """Count a test; return whether it is the best so far."""
+        """Count a test whose metric is `value`; return whether it is the best so far."""
         better = self.task.better(value, self.value) or math.isnan(self.value)
         self.value, self.since = (value, 0) if better else (self.value, self.since + 1)
         return better
@@ -49,7 +49,7 @@ class Best:
         """Load the result of `state`.
 
         Raises:
-            ValueError: the items are not a number and a count.
+            ValueError: the items are not a number and a count >= 0.
         """
         values = {name: items[name] for name in ITEMS if name in items}
         if not values:
@@ -60,10 +60,10 @@ class Best:
 
 
 def keep(model: nn.Module, run_dir: Path, result: str) -> None:
-    """Write a network's weights as the best ones of a run; if that fails, only warn.
+    """Save a network's weights as the best of the run; if that fails, only warn.
 
     Args:
-        result: the result of the test, for the log.
+        result: a description of the test's results, for the log.
     """
     tensors = {n: t.detach().cpu().contiguous() for n, t in model.state_dict().items()}
     try:

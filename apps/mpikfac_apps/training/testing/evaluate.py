@@ -3,7 +3,7 @@
     mpikfac evaluate runs/a
     mpirun -n 4 mpikfac evaluate runs/a --weights runs/a/best.pt
 
-This repeats the training program's test, with the same images, measures and averaged weights.
+This repeats the test of the training run, with the same images, metrics and averaged weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpikfac_apps.training.testing.options import EVALUATE, EvaluateOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the results on one line; return 0.
+    """Print the test results on one line; return 0.
 
     Collective over: world.
 
@@ -61,12 +61,12 @@ def tested(
     device: torch.device,
     watchdog: Watchdog,
 ) -> str:
-    """Return a line with the test results; the run's watchdog timeout applies to the test.
+    """Return a line with the test results; the option `watchdog_timeout` of the run applies.
 
     Collective over: comm.
 
     Raises:
-        UserError: a file is missing or damaged, or belongs to another network.
+        UserError: a file is missing or damaged, or contains the weights of another network.
     """
     located: tuple[Path, Options] | None = None
     with mpikfac.comm.together(comm, f"evaluate {evaluation.path}"):
@@ -97,7 +97,7 @@ def tested(
 
 
 def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Options:
-    """Return the options of a checkpoint's run, with a batch that is a multiple of `ranks`.
+    """Return the options of the run of a checkpoint, with a batch that is a multiple of `ranks`.
 
     Raises:
         ValueError: the checkpoint has no settings, or its run would execute a Python file and
@@ -114,7 +114,7 @@ def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Opt
     for key, value, file in settings.code_of(flat(options)):
         if not evaluation.trust:
             raise ValueError(f"{key}={value} would run {file}; if you trust the file, pass --trust")
-    data = dataclasses.replace(options.data, cache=None)  # of no use, as images are read once
+    data = dataclasses.replace(options.data, cache=None)  # useless, as images are read once
     if evaluation.data_path is not None:
         data = dataclasses.replace(data, path=evaluation.data_path)
         check_data(data)
