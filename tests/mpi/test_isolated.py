@@ -109,6 +109,16 @@ def test_blocking_messages_hide_nothing_and_add_up(comm, choices):
         assert values["hidden"] == 0 and values["isolated"] > 0
 
 
+def test_messages_of_float32_are_measured(comm):
+    """Oracle: the stages of the plan."""
+    model = problem.network().float()
+    kfac = mpikfac.KFAC(model, problem.sgd_all(model), comm)
+    seconds = mpikfac.comm.isolated_seconds(
+        inside.grid(kfac), kfac.plan.of(comm.rank), problem.DEVICE
+    )
+    assert set(seconds) == {m.stage for m in kfac.plan.messages(comm.rank, True, True)}
+
+
 @pytest.mark.parametrize("choices", OVERLAPPED.values(), ids=OVERLAPPED)
 def test_overlapped_messages_have_a_hidden_share(comm, choices):
     """Oracle: all bytes of the plan in whole flights; the exposed part is no longer than these."""

@@ -391,6 +391,13 @@ def test_a_default_step_has_no_messages_of_extensions(choices, extended):
     assert [m.stage for m in together if m not in default] == extended
 
 
+def test_one_rank_sends_nothing_for_virtual_ranks():
+    """Oracle: a single rank has no other to send to."""
+    strategy = Strategy(CommOpt(), transport=Transport(virtual_ranks=4))
+    assert make_plan(LAYERS, 1, strategy, OTHERS).messages(0, True, True) == []
+    assert make_plan(LAYERS, 2, strategy, OTHERS).messages(0, True, True) != []
+
+
 def test_sizes_of_messages():
     """Oracle: 2 ranks, conv on 0 and the rest on 1; elements by hand, in bytes of 4."""
     p = plan(2, 2, "reduce_scatter", preconditioner="eigen")
