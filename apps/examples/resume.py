@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import mpikfac
 
 STEPS = 10  # steps per run
-BATCH = 32  # images per step, on all ranks together
+BATCH = 32  # images per step, across all ranks
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import mpikfac
 from mpikfac_apps.problems.datasets import digits
 
 EPOCHS = 4
-BATCH = 64  # images per step, on all ranks together
+BATCH = 64  # images per step, across all ranks
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Write and read the state of a run as checkpoints, on all ranks together.
+"""Write and read the state of a run as checkpoints, to which all ranks contribute.
 
 Every rank writes its shard to a file; the checkpoint is complete once all files are on disk.
 """

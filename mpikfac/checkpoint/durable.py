@@ -107,7 +107,7 @@ def free(path: Path) -> int:
 
 
 def prune(final: Path, keep: int, sound: Callable[[Path], bool]) -> None:
-    """Delete the checkpoint replaced by `final`, and those older than the last `keep` sound ones.
+    """Delete the checkpoint that `final` replaces, and all before the last `keep` intact ones.
 
     Links and files named like a checkpoint are ignored.
 

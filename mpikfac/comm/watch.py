@@ -65,7 +65,7 @@ class WatchedSteps:
     """The steps of a trainer, as seen by the rank's watch."""
 
     def __init__(self, comm: Comm, name: str) -> None:
-        """Register a trainer with the rank's watch.
+        """Register a trainer with this rank's watchdog thread.
 
         Collective over: comm; also world, for the first trainer that includes all ranks of world.
 

@@ -135,7 +135,7 @@ class PreconditionerPart(Part):
         raise NotImplementedError
 
     def drop_layer(self, name: str) -> None:
-        """Drop the batch's sums of a layer."""
+        """Drop the sums that the current batch has accumulated for a layer."""
         raise NotImplementedError
 
     def unscale(self, scale: float) -> bool:

@@ -215,7 +215,7 @@ def _block_from_right(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
 
 
 def of_coordinates(weights: Tensor, vectors: Side) -> Tensor:
-    """Return the multipliers of coordinates in `[I U]` that are equivalent to `weights`.
+    """Return multipliers for coordinates in `[I U]` with the same effect as `weights`.
 
     For a block of low rank, the weights `[..., values]` are `w_rest`, of all directions outside of
     U, followed by `w`, of the vectors in U; for all other blocks, they are returned unchanged.

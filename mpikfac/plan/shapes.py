@@ -220,7 +220,8 @@ class LayerShape:
     def products(self) -> list[int]:
         """Return how many multiplications the gradient's product with each non-diagonal side takes.
 
-        The product with A comes second, because a low rank of G adds rows to the gradient.
+        The product with A comes second: the product with a low-rank block of G, its input, has
+        more rows than the gradient.
         """
         across = {"A": self.outputs + sum(f.rank or 0 for f in self.side("G")), "G": self.inputs}
         matrices = (side for side in self.sides if side not in self.diagonal)

@@ -100,7 +100,7 @@ def _companions(labels: Places, nodes: Places, draws: np.random.Generator) -> Pl
 
 
 def once(pairs: Places) -> Places:
-    """Return the edges `[2, edges]` of pairs of nodes `[2, pairs]`, without loops or duplicates."""
+    """Return pairs of nodes `[2, pairs]` as edges `[2, edges]`, without loops or duplicates."""
     pairs = np.sort(pairs[:, pairs[0] != pairs[1]], 0)
     return np.unique(pairs, axis=1)
 

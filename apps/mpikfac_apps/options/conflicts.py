@@ -17,7 +17,7 @@ from mpikfac_apps.text import number
 from mpikfac_apps.tracking.tracker import check as check_trackers
 
 PACKAGED = ("muon", "soap", "lars", "lamb")  # optimizers of the package pytorch_optimizer
-USUAL_BATCH = 256  # images per step, on all ranks together
+USUAL_BATCH = 256  # images per step, across all ranks
 
 
 def check_conflicts(options: Options, ranks: int) -> None:
@@ -365,7 +365,7 @@ def _check_passes(options: Options) -> None:
 
 
 def global_batch(options: Options, ranks: int) -> int | ByEpoch:
-    """Return the number of images per step, on all ranks together, or a schedule by epoch.
+    """Return the number of images per step, across all ranks, or a schedule by epoch.
 
     If the options set no batch, this is `USUAL_BATCH`, or the next smaller multiple of the number
     of virtual ranks or, without them, of ranks; but at least one image for each.

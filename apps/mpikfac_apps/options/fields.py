@@ -432,11 +432,11 @@ def _group_of(
 
 
 def _typed(base: type[Choice], tree: Mapping[str, Any], joint: str, usual: Any) -> Choice | None:
-    """Return the value of a joint.
+    """Return the value of a field with a choice of types, called a joint.
 
     Args:
         tree: the name of the type, and the values of its fields.
-        usual: the joint's default, whose values are kept if the type does not change.
+        usual: the default, whose values are kept if the tree does not name another type.
     """
     values = dict(tree)
     name = values.pop(TYPE, None) if TYPE in values or usual is REQUIRED else joints.name_of(usual)
@@ -455,7 +455,7 @@ def flat(options: DataclassInstance) -> dict[str, Any]:
 
 
 def types_of(options: Any, prefix: str = "") -> dict[str, str | None]:
-    """Return the names of the types that the joints of a dataclass have, by key."""
+    """Return the type chosen for each field that has a choice of types, by the key of the field."""
     types: dict[str, str | None] = {}
     group: type = type(options)
     _, _, hints = _described(group)

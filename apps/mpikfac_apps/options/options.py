@@ -343,7 +343,7 @@ class LearningOptions:
             next byte of a text; all other networks are classifiers and learn labels.
         data: the data set.
         kfac: the settings of K-FAC.
-        batch: the number of images per step, on all ranks together; a multiple of the number of
+        batch: the number of images per step, across all ranks; a multiple of the number of
             ranks. Schedules of other options follow the epochs, regardless of the batch. null:
             256, or the next lower multiple of the number of ranks, if batch_per_rank is null.
         batch_per_rank: the number of images per step on each rank. A run that resumes on another
@@ -467,13 +467,13 @@ class LearningOptions:
 
     @property
     def batches(self) -> int | ByEpoch:
-        """The number of images per step, on all ranks together, or a schedule by epoch."""
+        """The number of images per step, across all ranks, or a schedule by epoch."""
         assert isinstance(self.batch, int | ByEpoch), "`parse` fills in the batch"
         return self.batch
 
     @property
     def step_batch(self) -> int:
-        """The number of images per step in epoch 0, on all ranks together."""
+        """The number of images per step in epoch 0, across all ranks."""
         return int(at_start(self.batches))
 
 

@@ -89,7 +89,7 @@ def foreseen(
         shapes: the shapes of the network's layers, with the factors that the options select.
         plan: the plan for these shapes.
         calls: the sizes of each layer's calls in a pass.
-        passes: the number of passes in a step, on all ranks together.
+        passes: the number of passes in a step, across all ranks.
     """
     chosen = preconditioner.defaults.override(
         factor_update_steps=at_start(kfac.factor_update_steps),

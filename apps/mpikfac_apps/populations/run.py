@@ -132,7 +132,7 @@ class PopulationRun(Loop):
         )
 
     def _select(self, steps: int, ranking: Sequence[int], lost: Sequence[int]) -> None:
-        """Replace the lost, the worst and similar members with children of better members."""
+        """Replace members that are lost, worst, or close to a better one, by children of others."""
         search, seed = self.population.population, self.population.train.seed
         gone = set(lost)
         if search.near:

@@ -40,7 +40,7 @@ class Work(ABC):
     Attributes:
         trainer: the trainer of the network.
         steps_per_epoch: the number of steps in an epoch.
-        examples_per_step: the number of examples in a step, on all ranks together.
+        examples_per_step: the number of examples in a step, across all ranks.
         measures: the names of the metrics in `Taken.sums`.
     """
 

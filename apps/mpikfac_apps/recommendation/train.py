@@ -47,7 +47,7 @@ class RecommendationOptions(ProgramOptions):
         width: the number of elements in a row of a table.
         bottom: the widths of the hidden layers for the numerical features.
         top: the widths of the hidden layers for the products.
-        batch: the number of clicks per step, on all ranks together.
+        batch: the number of clicks per step, across all ranks.
         table_lr: the learning rate of Adagrad for the tables.
     """
 

@@ -95,7 +95,7 @@ class Batches:
     Args:
         images: all training images, bytes `[n, channels, h, w]`.
         labels: int64 `[n]`.
-        batch: the number of images per step on all ranks together, constant or by epoch; a multiple
+        batch: the number of images per step across all ranks, constant or by epoch; a multiple
             of `ranks`.
         augment: how images are shifted, with black borders, and mirrored; None for neither.
         tested: the images and labels of the rank's shard of the test set.
@@ -192,7 +192,7 @@ class FileBatches:
 
     Args:
         listing: the list of images.
-        batch: the number of images per step on all ranks together, constant or by epoch; a multiple
+        batch: the number of images per step across all ranks, constant or by epoch; a multiple
             of `ranks`.
         data: the augmentation, the number of processes, and how many broken images may be replaced.
 

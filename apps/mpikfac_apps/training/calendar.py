@@ -1,4 +1,4 @@
-"""The number of steps of every epoch of a run, whose batch size can change between epochs."""
+"""The number of steps in each epoch of a run; the batch size can change between epochs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EpochSpan:
     Attributes:
         epoch: the first of these epochs.
         step: the first step of that epoch, counted from the start of the run.
-        batch: the number of images per step on all ranks together.
+        batch: the number of images per step across all ranks.
         steps: the number of steps per epoch.
     """
 
@@ -31,7 +31,7 @@ class Calendar:
 
     Attributes:
         images: the number of training images.
-        batch: the number of images per step on all ranks together, constant or by epoch; at most
+        batch: the number of images per step across all ranks, constant or by epoch; at most
             the number of training images.
     """
 

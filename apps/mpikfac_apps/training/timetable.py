@@ -27,7 +27,7 @@ class Timetable:
         return self._calendar.place(step)
 
     def batch(self, step: int) -> int:
-        """Return the number of images in a step, on all ranks together."""
+        """Return the number of images in a step, across all ranks."""
         return self._calendar.at(self.place(step)[0]).batch
 
     def rate(self, step: int) -> float:

@@ -76,7 +76,7 @@ class OverlappedSums:
         self.ready_blocks.clear()
 
     def abort_batch(self, world: MPI.Intracomm) -> None:
-        """Drop a batch that no step will use; if any rank has a ready block of it, send all of it.
+        """Drop a batch that no step will use; if a rank has begun to send it, send the rest first.
 
         Collective over: world.
         """

@@ -188,5 +188,5 @@ class InOrder(Sender):
             torch._foreach_div_(self.divided, len(self._parts) * self.grid.world.size)
 
     def abort_batch(self) -> None:
-        """Drop the parts of the batch."""
+        """Drop the parts of the current batch that `accumulate` has stored."""
         self._parts.clear()

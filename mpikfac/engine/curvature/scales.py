@@ -94,7 +94,7 @@ class Scales(PreconditionerPart):
             sums.add_(total, alpha=weight)
 
     def drop_layer(self, name: str) -> None:
-        """Drop the batch's sums of a layer."""
+        """Drop the sums that the current batch has accumulated for a layer."""
         if name in self.averages:
             self.sums[name].zero_()
 

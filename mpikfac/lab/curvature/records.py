@@ -28,7 +28,7 @@ Columns = Callable[[Tensor], Iterator[Tensor]]
 
 
 class RecordedCall(NamedTuple):
-    """A call of a layer in a pass over a batch.
+    """One call to a layer during a pass over a batch.
 
     Attributes:
         layer: the layer, for all of its groups or for one of them.

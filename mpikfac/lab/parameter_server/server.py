@@ -242,7 +242,7 @@ class Server:
         """Apply the received update to this server's shard of the weights.
 
         Blocks with NaN or infinity are ignored. With n clients, a running statistic moves 1/n of
-        the way to the client's value, so statistics average over the clients' last updates.
+        the way to the client's value, so it approaches the average over clients.
         """
         for name, number in numbers.items():
             set_group_setting(self.optimizer, name, number)

@@ -110,7 +110,7 @@ class Combination:
     any_of: bool = False
 
     def applies(self, choices: Choices) -> bool:
-        """Return whether the choice's value requires something of at least one choice in `choices`.
+        """Return whether the value of `choice` constrains another choice that is in `choices`.
 
         Requirements on choices that are not in `choices` cannot be checked.
         """

@@ -95,7 +95,7 @@ def solve(
     progress: Callable[[int], None] = lambda _: None,
     lines: int = LINES,
 ) -> Iterator[Solved]:
-    """Take steps, and yield the progress `lines` times, at equal intervals of CPU time.
+    """Take steps; yield the progress at equal intervals of CPU time, `lines` times in total.
 
     Collective over: comm.
 

@@ -40,7 +40,7 @@ class Row(NamedTuple):
         what: the quantity, and its unit if it has one.
         where: the network, ranks or machine.
         published: the expected value, or the lower end of its range; see `Entry.expected`.
-        miss: the reason why the values are known to differ by more than the tolerance; "" if they
+        miss: for values that differ by more than the tolerance, the known reason; "" if they
             should agree.
         most: the upper end of the expected range; None for a single value.
         fitted: whether a constant of the model was fitted to the expected value.

@@ -19,7 +19,7 @@ CLEAR = "\r\033[K"  # move to the start of a terminal's line, and clear it
 
 
 class StudyProgress:
-    """The progress of a study: on a terminal, a line that changes; otherwise, a line per minute.
+    """The progress of a study: one line, updated in place on a terminal; else a line per minute.
 
     The remaining time is an estimate: cells that have not run yet are assumed to take as long as
     complete cells on average, and the running cell to continue at its pace.

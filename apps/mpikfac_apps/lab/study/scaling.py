@@ -53,7 +53,7 @@ class Steps:
 
     @property
     def batch(self) -> int:
-        """The number of images per step on all ranks together."""
+        """The number of images per step across all ranks."""
         return self.cell.cell.options.step_batch
 
 

@@ -98,7 +98,7 @@ def columns() -> list[Column]:
 
 
 def sentences(forecasts: Sequence[Forecast], measure: Measure, target: float) -> Iterator[str]:
-    """Yield a sentence about the largest number of ranks with forecasts for several optimizers."""
+    """Compare optimizers in one sentence, at the most ranks for which several are forecast."""
     shared = [
         ranks
         for ranks in {forecast.ranks for forecast in forecasts}

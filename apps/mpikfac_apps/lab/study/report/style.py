@@ -136,7 +136,7 @@ def name_at_the_right(panel: Axes, points: Mapping[str, tuple[float, float]]) ->
 
 
 def spread(heights: Sequence[float], apart: float) -> list[float]:
-    """Return heights from 0 to 1, in the same order, that are at least `apart` from each other."""
+    """Move heights so that they lie in [0, 1] in the same order and differ by at least `apart`."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     placed = list(heights)
     lowest = 0.0
