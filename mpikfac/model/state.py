@@ -297,7 +297,7 @@ def settings_in(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int 
 
 
 def unstored_settings(optimizer: Optimizer) -> Iterator[str]:
-    """Yield the index, key and type of values in parameter groups that no state can store."""
+    """Yield the index, key and type of each parameter-group value that a state cannot store."""
     stored = {name.partition(".")[0] for name, _ in group_settings(optimizer)}
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():

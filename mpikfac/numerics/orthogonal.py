@@ -73,7 +73,7 @@ def _polynomials(squares: Tensor) -> Tensor:
     # The root of the norm of S^2 is at least the largest eigenvalue of S, and close to it [CANS].
     bound = higher.norm(dim=(-2, -1), keepdim=True).sqrt_().mul_(MARGIN).clamp_min_(limits.eps)
     squares, higher = squares / bound, higher / bound**2
-    scale, rest = 1.0, higher  # `higher` becomes the first H in place
+    scale, rest = 1.0, higher  # the first iteration turns both, which are the same tensor, into H
     for number, (first, third, fifth) in enumerate(STEPS):
         higher = higher.mul_(fifth).add_(squares, alpha=third)  # H
         if number:

@@ -202,7 +202,7 @@ def inline(group: Callable[[], Any], without: Collection[str] = (), **names: str
 
 
 def section(heading: str, field: Any) -> Any:
-    """Return a field that begins a section of help, with a heading.
+    """Return a field that begins a new section of the help text, under the given heading.
 
     For a field with a plain value, the section includes all following plain values; for a
     dataclass, only its own options.

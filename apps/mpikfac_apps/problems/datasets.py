@@ -348,7 +348,7 @@ def read_python(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarr
 
 
 def check_size(pickled: bytes, most: int) -> None:
-    """Check, before a pickle is loaded, that this will not take much more memory than the file.
+    """Check that loading a pickle will not take much more memory than the size of the file.
 
     Raises:
         ValueError: the pickle has more than `most` instructions, ends within an instruction,

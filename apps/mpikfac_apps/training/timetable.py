@@ -44,7 +44,7 @@ class Timetable:
         return epoch + 1 if index + 1 == self._calendar.at(epoch).steps else None
 
     def test_due(self, steps: int) -> bool:
-        """Return whether an epoch ends after `steps` steps, or the options request a test."""
+        """Return whether a test is due after `steps` steps, for example because an epoch ends."""
         return self.ended_epoch(steps) is not None or _due(self._options.eval_steps, steps)
 
     def test_of_epoch_due(self, epochs: int) -> bool:

@@ -10,7 +10,7 @@ from mpikfac.plan.names import OF_RULE
 
 
 class RuleMemory(Part):
-    """The memory of a rank's robust rules, which combine its shards of all ranks' vectors."""
+    """The memory of a rank's robust rules, which aggregate its shard of every rank's vector."""
 
     PREFIX = ""
 

@@ -41,7 +41,7 @@ WIRES: Mapping[str, Mapping[str, str]] = {
     "int8": _compressed("int8", "bfloat16"),
 }
 """The compression options to try, by name, from the most to the least precise."""
-STEP = 1.03  # costs are rounded to powers of this ratio; predictions are no more accurate
+STEP = 1.03  # costs are rounded to powers of this ratio, about the accuracy of predictions
 COST = ("seconds", "sent", "memory")
 PER_NODE = "transport.ranks_per_node"
 Options = TypeVar("Options", bound=PredictionOptions)
