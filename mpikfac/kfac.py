@@ -106,8 +106,8 @@ class KFAC(Trainer):
             lengthened after the first batch with statistics, and factors are split into blocks of
             at most 128 rows, or half as many rows as the batch has vectors, whichever is more. If
             `budget` is None, or if you set an interval, intervals and factors stay unchanged; if
-            you set `Coverage.rule`, only factors do. Factors are never split with "eva", "ekfac",
-            a preconditioner of the averaged gradient, curvature servers or local steps.
+            you set `Coverage.rule`, only factors do. The budget never splits factors with "eva",
+            "ekfac", a preconditioner of the averaged gradient, curvature servers or local steps.
         matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands. "float32": not at all; on a GPU, torch's settings apply. "tf32":
             to 10 bits of mantissa. "bfloat16": to 7 bits. Results are accumulated in float32, and

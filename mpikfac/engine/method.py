@@ -77,7 +77,7 @@ class Method:
         return True
 
     def learn(self, numbers: Numbers) -> None:
-        """Learn from the batch, as by updating factors, before gradients are averaged.
+        """Learn from the batch, for example by updating factors, before gradients are averaged.
 
         Collective over: world.
         """

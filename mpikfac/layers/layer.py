@@ -389,7 +389,7 @@ class Layer:
 
     @property
     def in_use(self) -> list[Tensor]:
-        """The module's current parameters: during a pass, `fully_shard` replaces shards."""
+        """The module's current parameters, which `fully_shard` makes whole during a pass."""
         return [getattr(module, name) for module, name in self._places]
 
 

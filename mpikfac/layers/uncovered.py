@@ -57,7 +57,7 @@ class Other:
         return parameter
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy that writes the gradient to `parts`; without one, set `parts` to 0."""
+        """Return the copy that writes the gradient to `parts`; without a gradient, zero `parts`."""
         if self.tensor.grad is None:
             parts[0].zero_()
         else:

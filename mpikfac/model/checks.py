@@ -338,7 +338,7 @@ def check_plain(optimizer: Optimizer) -> None:
     """Check that a step of the optimizer subtracts the gradients unchanged.
 
     Raises:
-        ValueError: the optimizer is not `SGD` with lr=1 and without momentum, weight decay and
+        ValueError: the optimizer is not `SGD` with lr=1 and without momentum, weight decay or
             maximize.
     """
     plain = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}

@@ -112,8 +112,9 @@ def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, An
     """Return the optimizer state of `stepped`; a parameter has none before its first step.
 
     Raises:
-        ValueError: an item is a string, or its shape differs from that of the parameter; shapes are
-            not checked for items that only optimizers outside of torch create.
+        ValueError: an item is a string, an infinite number or NaN, or its shape differs from that
+            of the parameter; shapes are not checked for items that only optimizers outside of torch
+            create.
     """
     items: dict[str, Any] = {}
     for key in (key for key in state if key.startswith(OF_OPTIMIZER_STATE)):
@@ -144,8 +145,8 @@ def fitting(
         rounded: whether a floating-point tensor may have a different floating-point dtype.
 
     Raises:
-        ValueError: an item is missing, differs, or is infinite or NaN; the message names the first
-            such item, and states what is expected and what was found.
+        ValueError: an item is missing or differs, or a number is infinite or NaN; the message names
+            the first such item, and states what is expected and what was found.
     """
     items = {}
     for name, expected in like.items():

@@ -26,8 +26,8 @@ def damped_denominators(
 
     `input_values` and `output_values` contain the eigenvalues of the blocks of A and G: `[n]` or,
     for a block of low rank, `[1 + rank]`, where the first value applies to all directions
-    orthogonal to the kept eigenvectors; `out` is then smaller. `scales`, if given,
-    replace the products of eigenvalues.
+    orthogonal to the kept eigenvectors; `out` is then smaller. `scales`, if given, replace the
+    products of eigenvalues.
 
     The damping is added to the products of eigenvalues, so it can change in every step without a
     new decomposition [Pauloski et al., SC20, eq. 13-15].

@@ -66,8 +66,8 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor:
 def error_of_inverse(matrix: Tensor, inverse: Tensor) -> Tensor:
     """Return the relative error `[]` of `inverse @ v` for typical `v`, from a few fixed vectors.
 
-    `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)`, where `u = matrix^-1 v` is the
-    exact direction.
+    `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)`, where `u = matrix^-1 v` is the exact
+    direction.
     """
     # Fixed vectors without a pattern, because torch's global generator belongs to the program.
     probes = torch.arange(8.0 * matrix.shape[-1], device=matrix.device).square_().sin_()

@@ -1,4 +1,4 @@
-"""Directions for factors `v v^T`, each the outer product of a vector [Zhang et al. 2023, Eva]."""
+"""Directions for factors that are outer products `v v^T` of vectors [Zhang et al. 2023, Eva]."""
 
 from __future__ import annotations
 

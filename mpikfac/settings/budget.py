@@ -24,7 +24,7 @@ from mpikfac.plan import operations as operations_of
 from mpikfac.settings.schedule import SETTLED, Schedule, evaluate
 from mpikfac.settings.usual import Intervals
 
-AT_FIRST = 1.0  # the minimum share of a budget before step `SETTLED`
+AT_FIRST = 1.0  # the minimum of a budget's `share` before step `SETTLED`
 LEAST_PASSES = 2**27  # multiplications in the passes; with fewer, a step mostly does other things
 LEAST_BLOCK = 128
 WIDE = 1024  # factors up to this order are not cut before the first batch is known

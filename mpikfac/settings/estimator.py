@@ -131,9 +131,9 @@ class Estimator:
             statistics of a batch.
         num_per_example_loss_terms: the number of positions per example over which the loss is
             averaged, such as the tokens of a text or the pixels to segment. With
-            fisher_type="empirical", G is multiplied by this number, so that the same damping
-            has the same effect for all types of Fisher matrix; "mc" and "type-2" take the number
-            from the outputs.
+            fisher_type="empirical", G is multiplied by this number, so that the same damping has
+            the same effect for all types of Fisher matrix; "mc" and "type-2" take the number from
+            the outputs.
 
     Raises:
         ValueError: a choice is invalid.

@@ -133,7 +133,7 @@ class AtOnce:
     def _renewed(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype]
     ) -> tuple[Blocks, set[str]]:
-        """Return blocks updated from old ones, and the names of factors for which they suffice."""
+        """Return updated blocks, and the names of factors that do not need a new decomposition."""
         if request.first or not self._tolerance:
             return {}, set()
         blocks: Blocks = {}

@@ -1,8 +1,8 @@
 """EKFAC's eigenvalues: second moments of gradients in the eigenbases [George et al. 2018].
 
-An example's gradient of a layer is `sum(g a^T)` over positions. If it is rotated into
-the eigenbases of G and A, the mean squares of its elements over examples are the scales. They are
-the diagonal of the gradient's second moment in the eigenbasis, and therefore its best diagonal
+An example's gradient of a layer is `sum(g a^T)` over positions. If it is rotated into the
+eigenbases of G and A, the mean squares of its elements over examples are the scales. They are the
+diagonal of the gradient's second moment in the eigenbasis, and therefore its best diagonal
 approximation. The products of the eigenvalues of G and A only estimate them, as if `a` and `g` were
 independent.
 """

@@ -47,9 +47,9 @@ def by_correlation(x: Tensor, window: Window, groups: int = 1) -> Tensor:
 
     The products of two patch elements at offsets o and o', summed over output positions, are the
     autocorrelation of `x` at o' - o. If the sum is over *all* positions at which a patch touches
-    `x`, it depends only on o' - o. The terms of positions outside of the layer's
-    output are then subtracted. Patches at these positions cover little of `x`: only a thin strip
-    along each side if the layer is padded.
+    `x`, it depends only on o' - o. The terms of positions outside of the layer's output are then
+    subtracted. Patches at these positions cover little of `x`: only a thin strip along each side if
+    the layer is padded.
     """
     total = _sum_inside(channels_last(x), window, groups, (0, 1))
     return total.permute(4, 5, 0, 1, 6, 2, 3).flatten(4).flatten(1, 3)
@@ -79,9 +79,9 @@ def _strip(
 ) -> tuple[Tensor, Window, slice]:
     """Return the strip of `x` seen by patches before or after the output positions along `dim`.
 
-    In these patches, the outermost kernel elements ("taps") along `dim` see only zeros outside of
-    `x`. The remaining taps become channels of the strip, so that every pixel along `dim` stands for
-    one position.
+    In these patches, the `hidden` outermost kernel elements ("taps") along `dim` see only zeros
+    outside of `x`. The remaining taps become channels of the strip, so that every pixel along `dim`
+    stands for one position.
 
     Returns:
         The strip `[batch, groups * taps * c, ...]`, transposed if `dim` is 1; its window; and the
@@ -149,8 +149,8 @@ def _differences(kh: int, kw: int, device: torch.device) -> Tensor:
 def _autocorrelation(x: Tensor, window: Window, groups: int) -> Tensor:
     """Return `sum_u x[c, u] x[d, u + delta]` `[groups, c, d, kh, 2 kw - 1]`, row differences >= 0.
 
-    This is one call of the weight-gradient kernel, with `x` as both the input and the
-    output's gradient; values at negative row differences follow by symmetry.
+    This is one call of the weight-gradient kernel, with `x` as both the input and the output's
+    gradient; values at negative row differences follow by symmetry.
     """
     (kh, kw), (below, right) = window.kernel, window.reach
     lower = torch.cat([x, torch.zeros_like(x[:, :, :below])], 2) if below else x

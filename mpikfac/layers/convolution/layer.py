@@ -122,8 +122,8 @@ class ConvLayer(Layer):
     ) -> tuple[Tensor, Tensor]:
         """Return patches times `of_inputs`, and gradients times `of_outputs`.
 
-        The first product is computed as a convolution with few channels. Both results have
-        the dtype of `g`, but at least float32.
+        The first product is computed as a convolution with few channels. Both results have the
+        dtype of `g`, but at least float32.
         """
         groups, dtype = self.shape.groups, torch.promote_types(g.dtype, torch.float32)
         vectors, module = of_inputs.shape[-1], self.module

@@ -290,7 +290,7 @@ def _warn_of_removed(name: str, dropped: bool) -> None:
 
 
 def _warn_of_derivatives(layer: Layer) -> None:
-    """Warn about a loss with derivatives of the network, which the factors do not include."""
+    """Warn that the loss contains derivatives by the network's inputs, which factors leave out."""
     log.warning(
         "layer %r: the loss contains derivatives of the network with respect to its inputs "
         "(create_graph=True), as in PINNs or with a gradient penalty; the factors do not include "
