@@ -173,7 +173,7 @@ class Grid:
                     PRIMITIVES[message.primitive](comm, buffer, message, self._buffers)
 
     def pass_rows(self, message: Message, sent: Tensor, received: Tensor) -> None:
-        """Send each member its part of `sent`; fill `received` with a part from each, by rank.
+        """Send each member a part of `sent`; fill `received` with a part from each, in rank order.
 
         Collective over: the communicator that the message's `over` names.
 

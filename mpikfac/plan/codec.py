@@ -54,7 +54,7 @@ class Codec:
 
     @property
     def reductions(self) -> tuple[int, ...]:
-        """The number of elements in each reduction by `all_reduce`; its last result is kept."""
+        """The number of elements per reduction in `all_reduce`; the last one's result is kept."""
         return ()
 
     @property

@@ -23,7 +23,7 @@ class Layouts:
 
     Attributes:
         statistics: the factors of a batch, each as a sum with its number of examples; sorted with
-            `by_form`, and also owner by owner if factors are reduced to owners.
+            `by_form`, in one segment per rank if factors are reduced to owners.
         squares: statistics as square matrices, if these are sent; otherwise empty.
         averages: running averages, sorted with `by_form`.
         bases: the decompositions. If they are sent, there is one segment per row of the rank's

@@ -82,7 +82,7 @@ class RankPlan:
 
     @property
     def turns(self) -> list[int | None]:
-        """None for a refresh of all layers, then the slots if the refresh is staggered."""
+        """The values of `turn`: None for all layers, then the slots if the refresh is staggered."""
         stagger = self.strategy.refresh.stagger
         return [None, *range(stagger)] if stagger > 1 else [None]
 
@@ -241,7 +241,7 @@ class RankPlan:
         return lay_out(blocks.get(column, ()) for column in range(self.grid.columns))
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of every arena of `layouts`, and of the sums of the parts of a batch."""
+        """Return the bytes of every arena of `layouts`, and of the values of a batch's parts."""
         numbers, averages, bases = self.itemsizes
         itemsizes = {"averages": averages, "bases": bases}
         sizes = {

@@ -153,7 +153,7 @@ class Plan:
     # -- what is sent and kept -------------------------------------------------------------------
 
     def memory(self, rank: int) -> dict[str, int]:
-        """Return the bytes of every arena on `rank`, including the sums of the parts of a batch."""
+        """Return the bytes of every arena on `rank`, including the values of a batch's parts."""
         of_rank = self.of(rank)
         sizes = of_rank.memory() | extensions.memory(of_rank)
         return dict(sorted(sizes.items(), key=lambda kind: names.MEMORY.index(kind[0])))

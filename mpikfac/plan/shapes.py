@@ -101,7 +101,7 @@ class FactorShape:
         return self._several((self.order,) * dimensions)
 
     def part(self, dimensions: int) -> Shape:
-        """Return the shape of a block of the decomposition; with a full rank, it is `block`.
+        """Return the shape of a block of the decomposition; with a full rank, that of `block`.
 
         With a low rank, `rank` eigenvectors `[order, rank]` are kept, and `[rank + 1]` values, of
         which the first is the mean of all dropped values.
@@ -285,7 +285,7 @@ def few(rank: int, order: int) -> bool:
 
 
 def count_of(name: str) -> str:
-    """Return the name of the block with the number of examples in sum `name`, or its weight."""
+    """Return the name of the block with the number of examples, or the weight, of sum `name`."""
     return f"{name}#"
 
 

@@ -208,7 +208,7 @@ def codec_of_sums(rank: RankPlan, layout: Layout) -> Codec | None:
 def with_uncovered(
     rank: RankPlan, codec: Codec | None, kinds: Kinds, uncovered: Hashable
 ) -> list[tuple[Codec | None, Kinds]]:
-    """Return the codecs for the arena of gradients, each with the kinds of blocks it applies to.
+    """Return the codecs for the arena of gradients, each with the kinds of the blocks it is for.
 
     Args:
         kinds: the kinds of the blocks that `codec` encodes.

@@ -65,7 +65,7 @@ OPEN_MPI: Table = {
         1024: {0: "halving", 32 * KIB: "butterfly"},
         2048: {0: "halving", 8 * KIB: "butterfly"},
     },
-    "Alltoall": OF_ALLTOALLV,  # mpikfac calls Alltoallv, because parts can differ in size
+    "Alltoall": OF_ALLTOALLV,  # mpikfac calls Alltoallv if parts can differ in size
     "Alltoallv": OF_ALLTOALLV,
     "Allgatherv": {
         2: {0: "ring"},

@@ -16,7 +16,7 @@ UPDATES = 200  # simulated updates per client; the first tenth is discarded
 
 
 class Played(NamedTuple):
-    """The means of a simulation over the updates of all clients.
+    """Means over the updates of all clients in a simulation.
 
     Attributes:
         seconds: the time from one update of a client to the next.

@@ -77,7 +77,7 @@ def overlapped_seconds(message: Message, plan: Plan, rank: int, machine: Machine
 
 
 def agreement_seconds(plan: Plan, machine: Machine) -> float:
-    """Return the seconds to agree to send an overlapped message, which takes a 1-byte reduction."""
+    """Return the seconds of the 1-byte reduction with which ranks agree to send a message."""
     ranks, nodes, sharing = placed(plan.grid.team(0, "world"), plan, machine)
     return collective_seconds("Iallreduce", 1, ranks, machine, nodes, sharing)
 
@@ -171,7 +171,7 @@ def nearest(
     sharing: int,
     codec: str | None = None,
 ) -> Sample | None:
-    """Return the measurement of a collective with the nearest number of ranks; None without any.
+    """Return the measurement of a collective with the nearest number of ranks, or None.
 
     Collectives on a single node are compared only with measurements on a single node, and those on
     several nodes only with measurements on several nodes. If none of these used the codec, those

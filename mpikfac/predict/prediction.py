@@ -53,7 +53,7 @@ class Step:
         seconds: the duration of the step.
         exposed: the time in a step during which a rank waits for messages without computing.
         waiting: the time in a step during which a rank waits for slower ranks to compute.
-        overlapped: the time of messages that are sent during computations, even if these hide it.
+        overlapped: the time of messages that are sent during computations, hidden by these or not.
         sent: the bytes that a rank sends if all collectives are rings.
         stages: the time by stage, including the hidden time of overlapped messages.
     """

@@ -215,7 +215,7 @@ def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterat
 def _of_turns(
     plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], kind: tuple[bool, bool]
 ) -> Step:
-    """Return the mean over the slots of a refresh, and over steps with and without exchanges."""
+    """Return the mean step over a refresh's slots, and over steps with and without exchanges."""
     all_layers, *turns = plan.of(0).turns
     turns = turns if kind[1] and turns else [all_layers]
     share = plan.strategy.sync.share_of_steps

@@ -40,9 +40,9 @@ class Codistillation:
             trainer.step()
             codistillation.end_step()
 
-    Consecutive ranks form a group. All groups must take the same number of steps. The copies
-    of the peers' models predict in eval() mode: normalisation layers use the peer's running
-    statistics, and there is no dropout.
+    Consecutive ranks form a group. All groups must take the same number of steps. The copies of the
+    peers' models predict in eval() mode: normalisation layers use the peer's running statistics,
+    and there is no dropout.
 
     Collective over: comm. All ranks of a group get the model of its first rank.
 

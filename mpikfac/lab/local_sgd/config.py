@@ -88,7 +88,7 @@ class Replicas(Synchronization):
         return self.alone(step) and (step + 1 - self.warmup_steps) % every == 0
 
     def turn(self, step: int) -> int | None:
-        """Return how many parts precede the part to send after `step`; None if no part is due."""
+        """Return how many parts were sent before the part due after `step`; None if none is due."""
         turns, later = divmod(step + 1 - self.warmup_steps, self.sync_every // self.fragments)
         return turns - 1 if self.alone(step) and not later else None
 

@@ -39,7 +39,7 @@ def gram(left: Sequence[Rows], right: Sequence[Rows]) -> Tensor:
 
 
 def _inner(left: Block, right: Block, total: Tensor) -> None:
-    """Add the inner products of one parameter matrix's rows to `total`, in the cheaper of two ways.
+    """Add the inner products of two blocks' rows to `total`, in the cheaper of two ways.
 
     `(sum g a^T) . (sum h b^T)` is the sum of `(a . b) (g . h)` over pairs of streams
     [Novak et al. 2022]. With many streams in a small layer, the rows themselves are multiplied.

@@ -135,10 +135,10 @@ class SampleSpace:
             report = steps.step()
 
     The loss is the sum of the terms, `|r|^2 / 2` for the weighted residuals r with the Jacobian J.
-    The direction is that of Levenberg and Marquardt, `-J^T (J J^T + damping I)^-1 r`. The
-    linear system has one equation per residual, regardless of the number of weights
-    [Guzmán-Cordero et al. 2025]. `J J^T` is computed from the vectors that linear layers receive;
-    rows of J are stored for small layers only. All computations after the passes are in float64.
+    The direction is that of Levenberg and Marquardt, `-J^T (J J^T + damping I)^-1 r`. The linear
+    system has one equation per residual, regardless of the number of weights [Guzmán-Cordero et al.
+    2025]. `J J^T` is computed from the vectors that linear layers receive; rows of J are stored for
+    small layers only. All computations after the passes are in float64.
 
     The step lengths 1, 1/2, 1/4 ... are tried until the loss rises again. The residuals at the best
     length show how the residuals curve along the step. The same system is then solved for a

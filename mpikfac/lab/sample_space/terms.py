@@ -13,7 +13,8 @@ from mpikfac.plan import check_positive
 
 Points = Tensor | tuple[Tensor, ...]
 Residual = Callable[[nn.Module, Any], Tensor]
-"""A function of the model and a term's points: returns residuals `[points]` or `[points, k]`."""
+"""A function of the model and a term's points that returns residuals, `[points]` or `[points, k]`.
+"""
 MOST_ALIKE = 8
 """With more points than this, residuals `[points, points]` are considered a broadcasting mistake;
 with fewer, there may be as many equations as points."""
