@@ -1,4 +1,4 @@
-"""Sums over a node's neighbours, using exact, delayed, averaged or no rows of other ranks."""
+"""Sum over a node's neighbours; rows of other ranks are current, delayed, averaged or left out."""
 
 from __future__ import annotations
 

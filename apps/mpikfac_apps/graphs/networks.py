@@ -13,7 +13,7 @@ from mpikfac_apps.graphs.data import Places
 from mpikfac_apps.graphs.parts import Weights, of_convolution, of_means
 
 Aggregate = Callable[[Tensor], Tensor]
-"""Maps rows `[own nodes, width]` to the sums of rows over each node's neighbours, same shape."""
+"""Maps rows `[own nodes, width]` to sums over each node's neighbours, in the same shape."""
 
 
 class Kind(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def processes_with(variable: str) -> Iterator[int]:
-    """Yield the ids of this user's processes with the environment variable NAME=VALUE."""
+    """Yield the ids of this user's processes whose environment has `variable`, as NAME=VALUE."""
     for name in os.listdir("/proc"):
         if name.isdecimal() and variable.encode() in _words(name, "environ"):
             yield int(name)
@@ -40,7 +40,7 @@ def send(number: signal.Signals, targets: Sequence[int]) -> None:
 
 
 def _words(process: str, file: str) -> list[bytes]:
-    """Return the words of /proc/PROCESS/FILE, separated by null bytes; none if it is unreadable."""
+    """Return the null-terminated words in /proc/PROCESS/FILE; none if the file cannot be read."""
     try:
         content = Path(f"/proc/{process}/{file}").read_bytes()
     except OSError:

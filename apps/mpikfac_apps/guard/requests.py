@@ -140,7 +140,7 @@ class Requests:
             self._former.pop(number, None)
 
     def close(self) -> None:
-        """Restore the previous signal handlers, except for signals that are to be ignored."""
+        """Restore the previous handlers, except for signals that `ignore_signals` ignores."""
         for number, handler in self._former.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not installed by Python
 

@@ -112,7 +112,7 @@ def locate(options: OfRun, ranks: int, factors: bool) -> tuple[Path, Options]:
 
     Raises:
         ValueError: there is no checkpoint, the run's network learns several labels per example,
-            or `factors` is set but the run's factors do not estimate a Fisher matrix.
+            or `factors` is set but the run has no factors that estimate a Fisher matrix.
     """
     path = checkpoint_at(options.path)
     of_test = EvaluateOptions(path, trust=options.trust, data_path=options.data_path)

@@ -118,7 +118,7 @@ def unknown(key: str, keys: Collection[str], further: Collection[str] = ()) -> s
 
 
 def _near(last: str, keys: Collection[str]) -> list[str]:
-    """Return the keys whose last word, or a synonym of the key, is most similar to `last`."""
+    """Return the keys whose last part, or a synonym of the key, is most similar to `last`."""
     by_word = defaultdict(list)
     for name in keys:
         by_word[name.rpartition(".")[2]].append(name)

@@ -99,7 +99,7 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """The name of the option in messages and help: the key, for a joint without ".type"."""
+        """The name of the option in messages and help: the key; for a joint, without ".type"."""
         return self.key.removesuffix(f".{TYPE}") if self.joint else self.key
 
     @property

@@ -86,7 +86,7 @@ class ShardOptions:
     replicas: int = bounded(1, ">= 1")
 
     def of(self, parameters: Iterable[tuple[str, tuple[int, ...]]], ranks: int) -> Sharding | None:
-        """Return the shards of parameters, given as names and shapes; None for whole parameters.
+        """Return the shards of parameters, given by block and shape; None for whole parameters.
 
         Raises:
             ValueError: there are replicas without shards, there are too many ranks for a plan of

@@ -122,7 +122,7 @@ class Crew:
     # -- what a loop needs from a trainer --------------------------------------------------------
 
     def average_replicas(self) -> None:
-        """Do nothing, because a member has no replicas; not collective."""
+        """Do nothing, because each member is a single model; not collective."""
 
     def close(self) -> None:
         """Close the trainers of the members."""

@@ -2,8 +2,9 @@
 
 `digits` comes with the program, `curves` and `synthetic` are generated, `text` is read from text
 files, `volume` from a brain scan, and `cifar10`, `cifar100` and `patches` from either of CIFAR's
-two official layouts. `folder` and `packed` are lists of image files. The readers of these data sets
-never execute code from a file. FILE.py:FUNCTION is a user's function that returns a data set.
+two official layouts. `folder` and `packed` are lists of images, which are read during training. The
+readers of these data sets never execute code from a file. FILE.py:FUNCTION is a user's function
+that returns a data set.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def load(
             for volume, the folder with image.nii.gz and labels.nii.gz.
         train_images: the number of training images to use: the first ones or, for folder and
             packed, evenly spaced ones; for curves and synthetic, the number of images to generate.
-        test_images: the number of test images to use, the first or evenly spaced ones.
+        test_images: the number of test images to use: the first ones or, for folder and packed,
+            evenly spaced ones.
         size: for patches, synthetic, folder and packed, the side length in pixels; for text, the
             bytes per window; for volume, the side length of a crop in voxels.
         classes: for synthetic, the number of classes.

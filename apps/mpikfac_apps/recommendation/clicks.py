@@ -85,9 +85,9 @@ def packaged() -> Path:
 def movielens(path: Path) -> Clicks:
     """Return the ratings in a file as clicks in chronological order.
 
-    The numerical features are counts of earlier ratings and earlier clicks, by user and by item.
-    Attributes of users and items are read from files of the same name with the suffixes .user and
-    .item, if these files exist.
+    The numerical features are log(1 + n), where n is the number of earlier ratings, or of earlier
+    clicks, of the user or the item. Attributes of users and items are read from files of the same
+    name with the suffixes .user and .item, if these files exist.
     """
     columns = ("user_id", "item_id", "rating", "timestamp")
     ratings = sorted(listed(path, *columns), key=lambda row: finite(row["timestamp"]))

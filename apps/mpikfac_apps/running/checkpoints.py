@@ -38,7 +38,7 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Whether ranks are writing a checkpoint; the same on all ranks, not collective."""
+        """Whether a checkpoint is begun but not committed; equal on all ranks, not collective."""
         return self._writer.pending
 
     @property
@@ -119,7 +119,7 @@ class Saver:
         return bool(bare)
 
     def _failed(self, error: mpikfac.UserError, last: bool) -> None:
-        """Continue without the failed checkpoint; end the run if no later one could be written.
+        """Continue without the failed checkpoint; end the run if later ones would fail, too.
 
         Raises:
             UserError: it was the last checkpoint of the run, or ranks hold different values of the
@@ -172,7 +172,7 @@ def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]
     """Return the seconds of training, the bytes of metrics.jsonl, and lines not yet written to it.
 
     Raises:
-        ValueError: an item is missing, or has the wrong type or a negative value.
+        ValueError: a number is missing or negative, or an item has the wrong type.
     """
     items = {name: checkpoint.get(name, "") for name in RECORDS}
     if not files.has_form(items, RECORDS) or not all(items[name] >= 0 for name in list(items)[:2]):

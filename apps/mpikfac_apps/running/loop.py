@@ -98,7 +98,7 @@ class Loop(ABC):
 
     @abstractmethod
     def about(self) -> Mapping[str, Any]:
-        """Return a description of the run for its checkpoints, as JSON; rank 0, not collective."""
+        """Return a description of the run for checkpoints, as JSON; on rank 0, not collective."""
 
     @abstractmethod
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:

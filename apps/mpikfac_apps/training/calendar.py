@@ -72,7 +72,7 @@ class Calendar:
         return span.epoch + (step - span.step) / span.steps
 
     def clock(self, step: int) -> int:
-        """Convert a step to the step at the same epoch if epoch 0's batch size were kept.
+        """Convert a step to the step at the same epoch in a run that keeps epoch 0's batch size.
 
         Learning rate schedules use the result, so they depend on the epoch, and not on changes of
         the batch size.

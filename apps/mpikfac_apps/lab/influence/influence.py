@@ -63,7 +63,7 @@ class Influence:
     predicted: Tensor | None
 
     def report(self, top: int) -> list[list[str]]:
-        """Return sections of lines with the highest-scoring training images and their labels."""
+        """Return sections: the most helpful and harmful images, and the largest self-influences."""
         rows = [("query", "label", "most helpful images (label)", "most harmful images (label)")]
         for number, (scores, label) in enumerate(zip(self.scores[:top], self.query_labels)):
             images = self._largest(scores, top), self._largest(-scores, top)
@@ -120,7 +120,7 @@ def scored(
     Collective over: comm of the run's problem.
 
     Args:
-        progress: called before each batch of training images.
+        progress: called before the pass that plans memory, and before each batch.
 
     Raises:
         UserError: the checkpoint contains no factors, or there are too many queries.

@@ -60,7 +60,7 @@ class Result:
 
 
 def result(directory: Path) -> Result | None:
-    """Return the result of the cell in a directory; None if its last job has not ended.
+    """Return the result of the cell in a directory; None if the cell has not ended.
 
     Raises:
         ValueError: result.json is damaged.

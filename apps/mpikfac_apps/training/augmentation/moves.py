@@ -36,8 +36,8 @@ class Augmentation:
 def augmented(images: Tensor, shift: int, top: Tensor, left: Tensor, mirror: Tensor) -> Tensor:
     """Shift images, fill their borders with black, and mirror those for which `mirror` is true.
 
-    Each image is a window of the image with black borders of `shift` pixels; `top` and `left` are
-    the position of the window, between 0 and `2 shift`.
+    Each result is a window into the image with black borders of `shift` pixels; `top` and `left`
+    are the position of the window, between 0 and `2 shift`.
     """
     n, _, height, width = images.shape
     padded = F.pad(images, (shift,) * 4)

@@ -101,7 +101,7 @@ def _about_machine(done: Sequence[Measured]) -> Iterator[str]:
 
 
 def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
-    """Yield sentences about variants without an interval over seeds, and on noise between seeds."""
+    """Yield sentences about variants without an interval, and about noise between seeds."""
     seeds = Counter((cell.cell.variant, cell.cell.ranks) for cell in done)
     once = sum(count == 1 for count in seeds.values())
     if once == len(seeds):
