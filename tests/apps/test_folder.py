@@ -227,7 +227,8 @@ def test_a_broken_image_is_replaced_by_the_next_of_the_class(tmp_path, caplog):
         ]
         assert len(caplog.messages) == 2
         mine.close()
-    with pytest.raises(mpikfac.UserError, match=r"raise data\.max_broken_images \(now 1\)") as refused:
+    too_many = r"raise data\.max_broken_images \(now 1\)"
+    with pytest.raises(mpikfac.UserError, match=too_many) as refused:
         stream(path, batch=15, max_broken_images=1).get(0, 0)
     assert "\n" not in str(refused.value)
 

@@ -37,6 +37,7 @@ program.command()
 """
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("argument", "code"), [("--help_all", 0), ("--bogus_option=1", 2)])
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_help_and_unknown_options_need_neither_torch_nor_mpi(name, argument, code):

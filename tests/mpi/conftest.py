@@ -73,9 +73,9 @@ def _time_limit(request):
 def pytest_collection_modifyitems(items):
     """Mark the cases of a parametrised test by lane; a test without parameters is a single case.
 
-    The first case is quick on two ranks, and the last case of every second test on three ranks. In
-    the gate are the last cases of the other tests on three ranks, the first case of every second
-    test on four ranks, and a third of the remaining cases, each on either two or three ranks.
+    Of every second test, the first case is quick on two ranks, and of every other test, the last
+    case on three ranks. In the gate are the same cases of the other halves, the first case of every
+    second test on four ranks, and a third of the remaining cases, on either two or three ranks.
     On a GPU, each case is quick on one number of 1 to 4 ranks, either staged or direct.
     """
     tests = {}
@@ -85,16 +85,19 @@ def pytest_collection_modifyitems(items):
     ranks = WORLD.size
     for test, cases in tests.items():
         number = zlib.crc32(test.encode())  # else all tests with one case would have the same turn
-        last = cases[-1]
-        quick = {2: cases[0], 3: last if number % 2 else None}.get(ranks)
+        of_two, of_three = cases[0], cases[-1]
+        quick = {2: None if number % 2 else of_two, 3: of_three if number % 2 else None}.get(ranks)
         for turn, case in enumerate(cases, number):
             if DEVICE.type != "cpu":
                 if turn % 8 != ranks % 4 + 4 * mpikfac.comm.cuda_aware():
                     case.add_marker("slow")
             elif case is not quick:
                 first = case is cases[0]
-                of_three = case is last or turn % 6 == 3
-                chosen = {2: turn % 6 == 0, 3: of_three, 4: first and turn % 2 == 0}
+                chosen = {
+                    2: case is of_two or turn % 6 == 0,
+                    3: case is of_three or turn % 6 == 3,
+                    4: first and turn % 2 == 0,
+                }
                 case.add_marker("gate" if chosen.get(ranks, first and ranks > 4) else "slow")
 
 
