@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Run the tests:
-#   bash jobs/test.sh         the quick tests, those without a mark; 10 minutes on two idle cores
+#   bash jobs/test.sh         the quick tests, those without a mark; 7 minutes on two idle cores
 #   bash jobs/test.sh --lab   the quick tests of the laboratory (mpikfac/lab) and of its programs and
-#                             examples, those marked lab; 7 minutes
+#                             examples, those marked lab; 10 minutes
 #   bash jobs/test.sh --ci    the remaining tests that every change must pass: those marked gate, and
-#                             a part of --device; 27 minutes
+#                             a part of --device; 36 minutes
 #   bash jobs/test.sh --all   all tests; an hour
 #   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
 #   bash jobs/test.sh --sizes   named strategies at 5, 7, 12 and 16 ranks, which take 6 GiB of
