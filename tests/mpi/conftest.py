@@ -114,12 +114,13 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    session.config.stash[FAILED] = bool(exitstatus)
+    failed = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    session.config.stash[FAILED] = failed
     for thread in threading.enumerate():  # work in the background aborts a process that ends
         own = thread.name == "mpikfac watch"  # ends when the process does
         if thread.daemon and not own and not isinstance(thread, threading._DummyThread):
             thread.join(timeout=paced(2))
-    if exitstatus and not REPORTS:
+    if failed and not REPORTS:
         # A failing rank ends the job: rank 0 first prints its own report.
         time.sleep(paced(2))
 
