@@ -72,11 +72,12 @@ def keep(name: str, accuracies: list[float]) -> None:
 
 def report() -> None:
     """Print the test accuracy in % by run and epoch."""
-    print(f"| run | epochs so far | {' | '.join(f'epoch {epoch}' for epoch in SHOWN)} |")
-    print("|---" * (len(SHOWN) + 2) + "|")
+    print(f"| run | epochs so far | last | {' | '.join(f'epoch {epoch}' for epoch in SHOWN)} |")
+    print("|---" * (len(SHOWN) + 3) + "|")
     for name, values in read().items():
         cells = (f"{100 * values[at - 1]:.2f}" if at <= len(values) else "" for at in SHOWN)
-        print(f"| {name} | {len(values)} of {RUNS[name]['epochs']} | {' | '.join(cells)} |")
+        known = f"{len(values)} of {RUNS[name]['epochs']} | {100 * values[-1]:.2f}"
+        print(f"| {name} | {known} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

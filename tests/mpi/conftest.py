@@ -85,20 +85,20 @@ def pytest_collection_modifyitems(items):
     ranks = WORLD.size
     for test, cases in tests.items():
         number = zlib.crc32(test.encode())  # else all tests with one case would have the same turn
-        of_two, of_three = cases[0], cases[-1]
-        quick = {2: None if number % 2 else of_two, 3: of_three if number % 2 else None}.get(ranks)
+        first, last = cases[0], cases[-1]
+        quick = {2: None if number % 2 else first, 3: last if number % 2 else None}.get(ranks)
         for turn, case in enumerate(cases, number):
             if DEVICE.type != "cpu":
                 if turn % 8 != ranks % 4 + 4 * mpikfac.comm.cuda_aware():
                     case.add_marker("slow")
             elif case is not quick:
-                first = case is cases[0]
                 chosen = {
-                    2: case is of_two or turn % 6 == 0,
-                    3: case is of_three or turn % 6 == 3,
-                    4: first and turn % 2 == 0,
+                    2: case is first or turn % 6 == 0,
+                    3: case is last or turn % 6 == 3,
+                    4: case is first and turn % 2 == 0,
                 }
-                case.add_marker("gate" if chosen.get(ranks, first and ranks > 4) else "slow")
+                more = case is first and ranks > 4
+                case.add_marker("gate" if chosen.get(ranks, more) else "slow")
 
 
 @pytest.hookimpl(tryfirst=True)
